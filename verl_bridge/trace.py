@@ -1,0 +1,162 @@
+"""The one record of a search rollout: made once by a host, read by everyone.
+
+A host (verl's agent loop, verl-tool's, a reader of saved rollouts) builds a :class:`SearchTrace` while it still knows
+the exact token positions. Credit, retriever updates, metrics and reports read it; nobody parses rollout text again.
+
+All spans are half-open ``[start, end)`` token positions in the *response* (position 0 is the first sampled token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+Span = tuple[int, int]
+TurnKind = Literal["search", "answer", "malformed"]
+RetrievalStatus = Literal["ok", "error", "none"]
+StopReason = Literal["answer", "max_turns", "length", "no_action", "error"]
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(f"invalid search trace: {message}")
+
+
+def _span(value: Any) -> Span | None:
+    return None if value is None else (int(value[0]), int(value[1]))
+
+
+@dataclass(frozen=True)
+class SearchTurn:
+    """One assistant turn and, for a search, what came back.
+
+    Args:
+        kind: ``search`` (a well-formed query), ``answer`` (the final answer) or ``malformed`` (anything else).
+        span: the sampled tokens of the turn, reasoning included.
+        tag_spans: tokens of structural literals inside ``span`` (``<think>``, ``</search>``, ...); they carry no credit.
+        query: the search query as sent to the retriever (kind ``search`` only).
+        status: ``ok`` (documents came back), ``error`` (the retrieval failed), ``none`` (no retrieval was made).
+        candidate_ids: document ids by descending score, at least as many as were shown.
+        candidate_scores: their scores, inner products of normalised embeddings.
+        shown: how many of the candidates were offered to the model.
+        observation_span: the tokens of the observation that entered the context, None when none did.
+        observation: the text of exactly those tokens: what the model could read.
+        adapter_version: the version of the retriever's adapter that served the query.
+    """
+
+    kind: TurnKind
+    span: Span
+    tag_spans: tuple[Span, ...] = ()
+    query: str | None = None
+    status: RetrievalStatus = "none"
+    candidate_ids: tuple[str, ...] = ()
+    candidate_scores: tuple[float, ...] = ()
+    shown: int = 0
+    observation_span: Span | None = None
+    observation: str = ""
+    adapter_version: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.kind in get_args(TurnKind), f"kind {self.kind!r} is not one of {get_args(TurnKind)}")
+        _check(self.status in get_args(RetrievalStatus), f"status {self.status!r} is not one of ok, error, none")
+        start, end = self.span
+        _check(0 <= start <= end, f"span {self.span} is not ordered")
+        for tag in self.tag_spans:
+            _check(start <= tag[0] <= tag[1] <= end, f"tag span {tag} lies outside its turn {self.span}")
+        _check((self.kind == "search") == (self.query is not None), f"a {self.kind} turn with query {self.query!r}")
+        _check(self.kind == "search" or self.status == "none", f"a {self.kind} turn with retrieval {self.status!r}")
+        _check(
+            len(self.candidate_ids) == len(self.candidate_scores),
+            f"{len(self.candidate_ids)} candidates with {len(self.candidate_scores)} scores",
+        )
+        _check(self.status == "ok" or not self.candidate_ids, f"candidates on a retrieval with status {self.status!r}")
+        _check(
+            0 <= self.shown <= len(self.candidate_ids), f"{self.shown} shown of {len(self.candidate_ids)} candidates"
+        )
+        if self.observation_span is not None:
+            _check(
+                end <= self.observation_span[0] <= self.observation_span[1],
+                f"observation {self.observation_span} starts before its turn {self.span} ends",
+            )
+        else:
+            _check(not self.observation, "observation text without a span: it never entered the context")
+
+
+@dataclass(frozen=True)
+class SearchTrace:
+    """One rollout of a search agent.
+
+    Args:
+        question: the question as asked.
+        golden_answers: its gold answers (aliases of one another).
+        turns: the assistant turns in order.
+        answer: the final answer's text, None when the rollout gave none.
+        answer_span: the tokens of the answer's text.
+        stop_reason: ``answer``, ``max_turns`` (budget of turns), ``length`` (budget of tokens), ``no_action`` (the model
+            stopped without an action) or ``error``.
+        response_length: number of response tokens, sampled and observed.
+    """
+
+    question: str
+    golden_answers: tuple[str, ...]
+    turns: tuple[SearchTurn, ...]
+    answer: str | None
+    answer_span: Span | None
+    stop_reason: StopReason
+    response_length: int
+
+    def __post_init__(self) -> None:
+        reasons = get_args(StopReason)
+        _check(self.stop_reason in reasons, f"stop_reason {self.stop_reason!r} is not one of {reasons}")
+        _check((self.answer is None) == (self.stop_reason != "answer"), f"answer with stop_reason {self.stop_reason!r}")
+        _check((self.answer is None) == (self.answer_span is None), "answer and answer_span go together")
+        position = 0
+        for turn in self.turns:
+            _check(turn.span[0] >= position, f"turn {turn.span} overlaps what came before position {position}")
+            position = (turn.observation_span or turn.span)[1]
+        _check(
+            position <= self.response_length, f"turns reach token {position} of {self.response_length} response tokens"
+        )
+        last = self.turns[-1] if self.turns else None
+        if self.answer is not None:
+            _check(last is not None and last.kind == "answer", "an answer needs a last turn of kind 'answer'")
+            _check(
+                last.span[0] <= self.answer_span[0] <= self.answer_span[1] <= last.span[1],
+                f"answer span {self.answer_span} lies outside the answer turn {last.span}",
+            )
+        _check(all(turn.kind != "answer" for turn in self.turns[:-1]), "an answer turn before the end")
+
+    @property
+    def searches(self) -> tuple[SearchTurn, ...]:
+        """The well-formed search turns, in order."""
+        return tuple(turn for turn in self.turns if turn.kind == "search")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SearchTrace:
+        """The inverse of :meth:`to_dict`, also after a round through JSON. Raises ValueError on an invalid record."""
+        turns = tuple(
+            SearchTurn(
+                **{
+                    **turn,
+                    "span": _span(turn["span"]),
+                    "tag_spans": tuple(_span(tag) for tag in turn["tag_spans"]),
+                    "candidate_ids": tuple(turn["candidate_ids"]),
+                    "candidate_scores": tuple(turn["candidate_scores"]),
+                    "observation_span": _span(turn["observation_span"]),
+                }
+            )
+            for turn in data["turns"]
+        )
+        return cls(
+            **{
+                **data,
+                "golden_answers": tuple(data["golden_answers"]),
+                "turns": turns,
+                "answer_span": _span(data["answer_span"]),
+            }
+        )
