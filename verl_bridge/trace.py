@@ -34,7 +34,7 @@ class SearchTurn:
     Args:
         kind: ``search`` (a well-formed query), ``answer`` (the final answer) or ``malformed`` (anything else).
         span: the sampled tokens of the turn, reasoning included.
-        tag_spans: tokens of structural literals inside ``span`` (``<think>``, ``</search>``, ...); they carry no credit.
+        tag_spans: tokens of structural literals inside ``span`` (``<think>``, ``</search>``, ...); no credit there.
         query: the search query as sent to the retriever (kind ``search`` only).
         status: ``ok`` (documents came back), ``error`` (the retrieval failed), ``none`` (no retrieval was made).
         candidate_ids: document ids by descending score, at least as many as were shown.
@@ -93,8 +93,8 @@ class SearchTrace:
         turns: the assistant turns in order.
         answer: the final answer's text, None when the rollout gave none.
         answer_span: the tokens of the answer's text.
-        stop_reason: ``answer``, ``max_turns`` (budget of turns), ``length`` (budget of tokens), ``no_action`` (the model
-            stopped without an action) or ``error``.
+        stop_reason: ``answer``, ``max_turns`` (budget of turns), ``length`` (budget of tokens), ``no_action`` (the
+            model stopped without an action) or ``error``.
         response_length: number of response tokens, sampled and observed.
     """
 
