@@ -1,0 +1,120 @@
+"""What counts as a hit, and the other sub-outcomes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from verl_bridge.qa.actions import format_observation
+from verl_bridge.qa.signals import Signals, rollout_signals, tool_use_warning
+from verl_bridge.trace import SearchTrace, SearchTurn
+
+
+def rollout(*observations, golds=("Lima",), answer=None, stop_reason=None):
+    """One search a given observation (None: never entered the context; a turn: as it is), then the answer."""
+    turns, position = [], 0
+    for item in observations:
+        if isinstance(item, SearchTurn):
+            turns.append(item)
+        else:
+            seen = item is not None
+            turns.append(
+                SearchTurn(
+                    kind="search",
+                    span=(position, position + 5),
+                    query="q",
+                    status="ok",
+                    candidate_ids=("d",),
+                    candidate_scores=(1.0,),
+                    shown=1,
+                    observation_span=(position + 5, position + 9) if seen else None,
+                    observation=item or "",
+                )
+            )
+        position = (turns[-1].observation_span or turns[-1].span)[1]
+    if answer is not None:
+        turns.append(SearchTurn(kind="answer", span=(position, position + 3)))
+    return SearchTrace(
+        question="q",
+        golden_answers=golds,
+        turns=tuple(turns),
+        answer=answer,
+        answer_span=None if answer is None else (position + 1, position + 2),
+        stop_reason=stop_reason or ("max_turns" if answer is None else "answer"),
+        response_length=position + 3,
+    )
+
+
+def block(*pairs):
+    return format_observation([SimpleNamespace(id="0", title=title, text=text) for title, text in pairs])
+
+
+def test_first_hit_turn_and_correctness():
+    trace = rollout(block(("Peru", "A country.")), block(("Lima", "A city.")), block(("Lima", "Again")), answer="lima.")
+    assert rollout_signals(trace) == Signals(True, 1, True, True, "answer", False)
+
+
+def test_no_hit_no_answer():
+    trace = rollout(block(("Peru", "A country.")), stop_reason="length")
+    assert rollout_signals(trace) == Signals(False, None, False, False, "length", False)
+
+
+def test_no_search_at_all():
+    assert rollout_signals(rollout(answer="Lima")) == Signals(False, None, True, True, "answer", False)
+
+
+def test_a_dropped_observation_is_no_hit():
+    trace = rollout(None, answer="Lima")
+    assert rollout_signals(trace).hit is False
+
+
+def test_an_alias_in_the_tail_that_was_cut_off_is_no_hit():
+    whole = block(("Peru", "Its capital is Lima"))
+    assert rollout_signals(rollout(whole)).hit is True
+    assert rollout_signals(rollout(whole[: whole.index("Lima")])).hit is False
+    assert rollout_signals(rollout(whole[: whole.index("ima")])).hit is False
+
+
+def test_an_alias_at_the_edge_of_the_block_is_a_hit():
+    # "Lima</information>" must not become one word
+    assert rollout_signals(rollout(block(("Peru", "capital Lima")))).hit is True
+    assert rollout_signals(rollout("<information>Lima is large</information>")).hit is True
+
+
+@pytest.mark.parametrize("gold", ["Doc", "Title", "1", "information"])
+def test_the_words_of_the_observations_form_are_no_evidence(gold):
+    assert rollout_signals(rollout(block(("Peru", "a country")), golds=(gold,))).hit is False
+
+
+def test_a_failed_retrieval_is_no_hit_whatever_its_text_says():
+    failed = SearchTurn(
+        kind="search", span=(0, 5), query="q", status="error", observation_span=(5, 9), observation="Lima failed"
+    )
+    correction = SearchTurn(kind="malformed", span=(9, 12), observation_span=(12, 15), observation="Lima?")
+    assert rollout_signals(rollout(failed, correction)).hit is False
+    later = rollout(failed, block(("Lima", "a city")))
+    assert rollout_signals(later).first_hit_turn == 1
+
+
+def test_turns_are_indexed_among_all_turns():
+    malformed = SearchTurn(kind="malformed", span=(0, 4), observation_span=(4, 6), observation="invalid")
+    assert rollout_signals(rollout(malformed, block(("Lima", "")))).first_hit_turn == 1
+
+
+@pytest.mark.parametrize(("gold", "text"), [("no", "the north"), ("19", "in 1914"), ("The", "the the a")])
+def test_parts_of_words_are_no_hits(gold, text):
+    assert rollout_signals(rollout(block(("x", text)), golds=(gold,))).hit is False
+
+
+def test_yes_no_golds_are_marked():
+    assert rollout_signals(rollout(golds=("Yes",), answer="yes")).yes_no is True
+
+
+def test_a_warning_when_nobody_searches():
+    silent, searching = rollout(answer="x"), rollout(block(("x", "y")), answer="x")
+    broken = rollout(SearchTurn(kind="malformed", span=(0, 4)), stop_reason="no_action")
+    message = tool_use_warning([silent, silent, broken])
+    assert "3 of 3 rollouts (100%) never searched" in message
+    assert "1 hold malformed turns" in message
+    assert tool_use_warning([silent, searching]) is None
+    assert tool_use_warning([silent, searching], limit=0.5) is not None
+    assert tool_use_warning([]) is None

@@ -1,0 +1,298 @@
+"""Grounding: rollout types from sub-outcomes, segments of sampled tokens, and the metrics of both.
+
+METHODS §1.1-1.4 and §1.10-1.11. [paper] is GCA (arXiv 2610.23148), [ours] a choice made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class RolloutType(IntEnum):
+    """Type of a rollout by retrieval hit H and correct answer C [paper]."""
+
+    A = 0  # H=1, C=1
+    B1 = 1  # H=1, C=0, answered
+    B2 = 2  # H=1, C=0, no answer
+    C = 3  # H=0, C=0
+    D_RETRIEVABLE = 4  # H=0, C=1, and the evidence could have been found
+    D_NOT_RETRIEVABLE = 5  # H=0, C=1, and nothing says that it could
+    D_UNDETERMINED = 6  # H=0, C=1, alone in its group and no oracle query [ours]
+
+
+class Segment(IntEnum):
+    """Function of a sampled token [paper]."""
+
+    NONE = 0
+    VSEARCH = 1
+    RSEARCH = 2
+    ANS = 3
+
+
+class TurnKind(IntEnum):
+    """Kind of an assistant turn in a padded turn table."""
+
+    PAD = 0
+    SEARCH = 1
+    ANSWER = 2
+    MALFORMED = 3
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rollouts of one batch by prompt; rows outside ``row_mask`` (padding) belong to no statistic.
+
+    Args:
+        row_group: dense group number per row, ``(batch,)`` int64.
+        row_mask: rows that count, ``(batch,)`` bool.
+        sizes: counted rows per group, ``(groups,)`` int64.
+    """
+
+    row_group: Tensor
+    row_mask: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, group_index: Tensor, row_mask: Tensor | None = None) -> Groups:
+        """Groups by equal values of ``group_index`` ``(batch,)``, whatever the order of the rows."""
+        if row_mask is None:
+            row_mask = torch.ones_like(group_index, dtype=torch.bool)
+        values, row_group = torch.unique(group_index, return_inverse=True)
+        sizes = torch.zeros(len(values), dtype=torch.int64, device=group_index.device)
+        return cls(row_group, row_mask, sizes.index_add_(0, row_group, row_mask.to(torch.int64)))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of ``values`` ``(batch,)`` over the counted rows of each group, in float64. ``(groups,)``"""
+        values = torch.where(self.row_mask, values.to(torch.float64), 0.0)
+        return torch.zeros(len(self.sizes), dtype=torch.float64, device=values.device).index_add_(
+            0, self.row_group, values
+        )
+
+    def any(self, values: Tensor) -> Tensor:
+        """Whether any counted row of each group is true. ``(groups,)``"""
+        return self.sum(values.bool()) > 0
+
+    def zero_variance(self, rewards: Tensor) -> Tensor:
+        """Groups whose counted rows all have exactly the same reward (a group of one does). ``(groups,)`` bool"""
+        rewards = rewards.to(torch.float64)
+        low = torch.full((len(self.sizes),), torch.inf, dtype=torch.float64, device=rewards.device)
+        high = -low
+        low.scatter_reduce_(0, self.row_group, torch.where(self.row_mask, rewards, torch.inf), "amin")
+        high.scatter_reduce_(0, self.row_group, torch.where(self.row_mask, rewards, -torch.inf), "amax")
+        return low >= high
+
+
+def index_groups(uids: Sequence[Hashable], device: torch.device | str | None = None) -> Tensor:
+    """Integer group index ``(batch,)`` of uids: equal uids, equal number; positions do not matter."""
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64, device=device)
+
+
+def rollout_types(
+    hit: Tensor,
+    correct: Tensor,
+    answered: Tensor,
+    group_index: Tensor,
+    *,
+    oracle_hit: Tensor | None = None,
+    row_mask: Tensor | None = None,
+) -> Tensor:
+    """Type of every rollout.
+
+    Type D is retrievable when any rollout of its group has a hit, or the oracle query (question and gold answer) finds
+    an alias [paper]. Alone in its group, the oracle decides if there is one, else D is undetermined [ours].
+
+    Args:
+        hit, correct, answered: sub-outcomes, ``(batch,)`` bool.
+        group_index: rows of one prompt share a number, ``(batch,)`` int64.
+        oracle_hit: whether the oracle query retrieves an alias, ``(batch,)`` bool, None when it is off.
+        row_mask: False for padding rows, ``(batch,)`` bool; these do not speak for their group.
+
+    Returns:
+        :class:`RolloutType` codes, ``(batch,)`` int8.
+
+    Raises:
+        ValueError: a rollout that is correct without an answer.
+    """
+    hit, correct, answered = hit.bool(), correct.bool(), answered.bool()
+    if bool((correct & ~answered).any()):
+        row = int((correct & ~answered).nonzero()[0])
+        raise ValueError(f"rollout {row} is correct but not answered: the sub-outcomes come from different rollouts")
+    groups = Groups.of(group_index, row_mask)
+    retrievable = groups.any(hit)[groups.row_group]
+    undetermined = torch.zeros_like(hit)
+    if oracle_hit is not None:
+        retrievable = retrievable | oracle_hit.bool()
+    else:
+        undetermined = groups.sizes[groups.row_group] < 2
+    types = torch.full(hit.shape, RolloutType.C, dtype=torch.int8, device=hit.device)
+    unsupported = ~hit & correct
+    for code, rows in (
+        (RolloutType.A, hit & correct),
+        (RolloutType.B1, hit & ~correct & answered),
+        (RolloutType.B2, hit & ~correct & ~answered),
+        (RolloutType.D_RETRIEVABLE, unsupported & retrievable),
+        (RolloutType.D_NOT_RETRIEVABLE, unsupported & ~retrievable & ~undetermined),
+        (RolloutType.D_UNDETERMINED, unsupported & ~retrievable & undetermined),
+    ):
+        types[rows] = code
+    return types
+
+
+@dataclass(frozen=True)
+class TurnTable:
+    """The assistant turns of a batch, padded to the most turns of a rollout, and a flat list of gated token spans.
+
+    Args:
+        starts, ends: half-open token spans of the turns in the response, ``(batch, turns)`` int64.
+        kinds: :class:`TurnKind` codes, ``(batch, turns)`` int8; padding is ``PAD``.
+        failed: the turn's retrieval failed, ``(batch, turns)`` bool.
+        gate_rows, gate_starts, gate_ends: token spans of structural tags and control tokens, ``(gates,)`` int64.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    kinds: Tensor
+    failed: Tensor
+    gate_rows: Tensor
+    gate_starts: Tensor
+    gate_ends: Tensor
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Sequence[Any]], device: torch.device | str | None = None) -> TurnTable:
+        """From the turns of each rollout: SearchTurn, or anything with its kind, span, status and tag_spans."""
+        most = max(map(len, rollouts), default=0)
+        rows = [
+            [(*turn.span, TurnKind[turn.kind.upper()], turn.status == "error") for turn in turns]
+            + [(0, 0, TurnKind.PAD, False)] * (most - len(turns))
+            for turns in rollouts
+        ]
+        table = torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(rollouts), most, 4)
+        gates = [(row, *tag) for row, turns in enumerate(rollouts) for turn in turns for tag in turn.tag_spans]
+        gate_rows, gate_starts, gate_ends = torch.tensor(gates, dtype=torch.int64, device=device).reshape(-1, 3).T
+        starts, ends, kinds, failed = table.unbind(dim=-1)
+        return cls(starts, ends, kinds.to(torch.int8), failed.bool(), gate_rows, gate_starts, gate_ends)
+
+
+def segment_map(turns: TurnTable, first_hit_turn: Tensor, response_mask: Tensor) -> Tensor:
+    """Segment of every response token [paper]; a segment is the whole assistant turn, its reasoning included [ours].
+
+    VSEARCH: searches up to and including the first hit turn. RSEARCH: later searches, every search of a rollout
+    without a hit, malformed turns. ANS: the answer turn. NONE: tokens that were not sampled, gated tokens, and
+    searches whose retrieval failed: the model is not to blame for those [ours].
+
+    Args:
+        turns: the turns of the batch; spans beyond the response are clipped.
+        first_hit_turn: index into the turns of the first hit, -1 without a hit, ``(batch,)`` int64.
+        response_mask: 1 on sampled tokens, ``(batch, response)``.
+
+    Returns:
+        :class:`Segment` codes, ``(batch, response)`` int8.
+    """
+    kinds = turns.kinds
+    order = torch.arange(kinds.shape[1], device=kinds.device)
+    useful = order <= first_hit_turn.unsqueeze(1)  # (batch, turns); no turn is <= -1
+    codes = torch.zeros_like(kinds)
+    codes[(kinds == TurnKind.MALFORMED) | ((kinds == TurnKind.SEARCH) & ~useful)] = Segment.RSEARCH
+    codes[(kinds == TurnKind.SEARCH) & useful] = Segment.VSEARCH
+    codes[kinds == TurnKind.ANSWER] = Segment.ANS
+    codes[turns.failed] = Segment.NONE
+
+    rows = torch.arange(len(kinds), device=kinds.device).repeat_interleave(kinds.shape[1])
+    spans = turns.starts.reshape(-1), turns.ends.reshape(-1)
+    segments = _paint(rows, *spans, codes.reshape(-1), response_mask.shape)
+    ones = torch.ones_like(turns.gate_rows)
+    gated = _paint(turns.gate_rows, turns.gate_starts, turns.gate_ends, ones, response_mask.shape) > 0
+    return segments.masked_fill(gated | ~response_mask.bool(), Segment.NONE).to(torch.int8)
+
+
+def _paint(rows: Tensor, starts: Tensor, ends: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """Sum of ``values`` over the spans that cover each token, ``(batch, response)``; spans are clipped to the row."""
+    batch, length = shape
+    edges = torch.zeros(batch, length + 1, dtype=torch.int32, device=rows.device)
+    values = torch.where(ends > starts, values, 0).to(torch.int32)
+    edges.index_put_((rows, starts.clamp(0, length)), values, accumulate=True)
+    edges.index_put_((rows, ends.clamp(0, length)), -values, accumulate=True)
+    return edges.cumsum(dim=1)[:, :length]
+
+
+def grounding_metrics(
+    hit: Tensor,
+    correct: Tensor,
+    types: Tensor,
+    group_index: Tensor,
+    rewards: Tensor,
+    *,
+    outcome_advantages: Tensor | None = None,
+    row_mask: Tensor | None = None,
+) -> dict[str, float]:
+    """Grounding of a batch of rollouts (METHODS §1.10, §1.11), shares in [0, 1], keys ``grounding/*``.
+
+    ``delta`` is Pr[C|H=1] - Pr[C|H=0] averaged over the groups that hold both; ``identity_advantage`` the sum of the
+    hit rollouts' advantages and ``identity_covariance`` n·Cov(H, R)/σ, both averaged over groups with reward variance:
+    equal by the identity of §1.10 (σ with n-1, as verl's GRPO) when rewards are what the advantages came from.
+    A share whose denominator is empty is 0.
+
+    Args:
+        hit, correct: sub-outcomes, ``(batch,)`` bool.
+        types: :class:`RolloutType` codes, ``(batch,)``.
+        group_index: ``(batch,)`` int64.
+        rewards: outcome rewards, ``(batch,)``.
+        outcome_advantages: one advantage per rollout, ``(batch,)``; standardised rewards when None.
+        row_mask: False for padding rows, ``(batch,)`` bool.
+    """
+    groups = Groups.of(group_index, row_mask)
+    rows, real = groups.row_mask, groups.sizes > 0
+    hit, correct = hit.bool() & rows, correct.bool() & rows
+    size = groups.sizes.to(torch.float64).clamp(min=1)
+    hits, right = groups.sum(hit), groups.sum(correct)
+
+    flat = groups.zero_variance(rewards)
+    varied = real & ~flat
+    centred = rewards.to(torch.float64) - (groups.sum(rewards) / size)[groups.row_group]
+    sigma = (groups.sum(centred.square()) / (size - 1).clamp(min=1)).sqrt()
+    if outcome_advantages is None:
+        outcome_advantages = centred / torch.where(varied, sigma, 1.0)[groups.row_group]
+    hit_advantage = groups.sum(torch.where(hit, outcome_advantages, 0.0))
+    # n·Cov(H, R) = sum of H·(R - mean R)
+    covariance = groups.sum(torch.where(hit, centred, 0.0)) / torch.where(varied, sigma, 1.0)
+
+    both = real & (hits > 0) & (hits < groups.sizes)
+    right_with_hit = groups.sum(hit & correct)
+    gap = right_with_hit / hits.clamp(min=1) - (right - right_with_hit) / (size - hits).clamp(min=1)
+    several = real & (groups.sizes > 1)
+    lost = groups.any(types == RolloutType.D_NOT_RETRIEVABLE) & varied
+
+    def share(part: Tensor, whole: Tensor) -> Tensor:
+        return part.to(torch.float64).sum() / whole.to(torch.float64).sum().clamp(min=1)
+
+    def mean(values: Tensor, where: Tensor) -> Tensor:
+        return torch.where(where, values, 0.0).sum() / where.sum().clamp(min=1)
+
+    metrics = {f"type_share/{code.name}": share((types == code) & rows, rows) for code in RolloutType}
+    metrics |= {
+        "tool_hit": share(hit, rows),
+        "em": share(correct, rows),
+        "supcor": share(hit & correct, rows),
+        "grounded_share": share(hit & correct, correct),
+        "hitacc": share(hit & correct, hit),
+        "hit_but_wrong": share(hit & ~correct, rows),
+        "delta": mean(gap, both),
+        "identity_advantage": mean(hit_advantage, varied),
+        "identity_covariance": mean(covariance, varied),
+        "groups": real.sum(),
+        "groups_singleton": (groups.sizes == 1).sum(),
+        "groups_all_right": (real & (right == groups.sizes)).sum(),
+        "groups_all_wrong": (real & (right == 0)).sum(),
+        "groups_mixed": (real & (right > 0) & (right < groups.sizes)).sum(),
+        "groups_zero_variance_share": share(several & flat, several),
+        "groups_only_negative": lost.sum(),
+    }
+    values = torch.stack([value.to(torch.float64) for value in metrics.values()]).tolist()  # one transfer
+    return {f"grounding/{key}": value for key, value in zip(metrics, values, strict=True)}

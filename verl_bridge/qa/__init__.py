@@ -1,0 +1,1 @@
+"""Question answering: matching answers, reading actions, scoring rollouts. Pure Python: no torch, no host."""

@@ -1,0 +1,73 @@
+"""What a rollout's trace says about retrieval and answer: the sub-outcomes that GCA routes credit by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl_bridge.qa.actions import observed_text
+from verl_bridge.qa.answers import alias_hit, exact_match, is_yes_no
+from verl_bridge.trace import SearchTrace, StopReason
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Sub-outcomes of one rollout (METHODS: H, j*, C).
+
+    Args:
+        hit: some observation that entered the context holds a gold alias.
+        first_hit_turn: index in ``trace.turns`` of the first such turn, None without a hit.
+        correct: the final answer matches a gold alias exactly.
+        answered: there is a final answer.
+        stop_reason: why the rollout ended.
+        yes_no: a gold is a bare yes or no, so ``hit`` says nothing.
+    """
+
+    hit: bool
+    first_hit_turn: int | None
+    correct: bool
+    answered: bool
+    stop_reason: StopReason
+    yes_no: bool
+
+
+def rollout_signals(trace: SearchTrace) -> Signals:
+    """Hit, first hit turn and correctness of a rollout [paper].
+
+    Only what the retriever returned *and* the model could read counts [ours]: text cut off or dropped before the
+    context, failed retrievals and information blocks that the model wrote itself are no hits.
+    """
+    first_hit_turn = next(
+        (
+            index
+            for index, turn in enumerate(trace.turns)
+            if turn.shown and alias_hit(observed_text(turn.observation), trace.golden_answers)
+        ),
+        None,
+    )
+    return Signals(
+        hit=first_hit_turn is not None,
+        first_hit_turn=first_hit_turn,
+        correct=exact_match(trace.answer, trace.golden_answers),
+        answered=trace.answer is not None,
+        stop_reason=trace.stop_reason,
+        yes_no=is_yes_no(trace.golden_answers),
+    )
+
+
+def tool_use_warning(traces: Sequence[SearchTrace], limit: float = 0.9) -> str | None:
+    """A message when at least ``limit`` of the rollouts made no well-formed search, None otherwise.
+
+    Usually the prompt or chat template does not match the tags, so that no search is ever recognised.
+    """
+    if not traces:
+        return None
+    without = sum(not trace.searches for trace in traces)
+    malformed = sum(any(turn.kind == "malformed" for turn in trace.turns) for trace in traces)
+    share = without / len(traces)
+    if share < limit:
+        return None
+    return (
+        f"{without} of {len(traces)} rollouts ({share:.0%}) never searched and {malformed} hold malformed turns: "
+        "check that the prompt asks for <search> query </search> and that the chat template and stop tokens fit"
+    )
