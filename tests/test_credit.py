@@ -1,0 +1,176 @@
+"""From traces to credit: hand-made batches, and random ones against a token-by-token reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.e2e.reference import reference_advantages
+from verl_bridge import credit
+from verl_bridge.algorithms.grounding import RolloutType
+from verl_bridge.config.schema import GCAConfig
+from verl_bridge.trace import SearchTrace, SearchTurn
+
+
+def trace_of(*steps, answer=None, gold="Lima", extra=2):
+    """Turns from ``hit`` | ``miss`` | ``failed`` | ``bad``: four sampled tokens, the first and last of them tags."""
+    turns, position = [], 0
+    for step in steps:
+        span, after = (position, position + 4), position + 4 + extra
+        gates = ((position, position + 1), (position + 3, position + 4))
+        if step == "bad":
+            turns.append(SearchTurn("malformed", span, gates, observation_span=(position + 4, after)))
+        elif step == "failed":
+            turns.append(SearchTurn("search", span, gates, query="q", status="error"))
+            after = position + 4
+        else:
+            text = f"<information>Doc 1(Title: t) {'Lima' if step == 'hit' else 'Quito'}</information>"
+            turns.append(
+                SearchTurn(
+                    "search",
+                    span,
+                    gates,
+                    query="q",
+                    status="ok",
+                    candidate_ids=("a", "b"),
+                    candidate_scores=(0.9, 0.8),
+                    shown=1,
+                    observation_span=(position + 4, after),
+                    observation=text,
+                    adapter_version=0,
+                )
+            )
+        position = after
+    if answer is not None:
+        span = (position, position + 4)
+        turns.append(SearchTurn("answer", span, ((position, position + 1), (position + 3, position + 4))))
+        position += 4
+    return SearchTrace(
+        question="capital?",
+        golden_answers=(gold,),
+        turns=tuple(turns),
+        answer=answer,
+        answer_span=None if answer is None else (position - 3, position - 1),
+        stop_reason="answer" if answer is not None else "max_turns",
+        response_length=position,
+    )
+
+
+def masks(traces):
+    width = max(trace.response_length for trace in traces)
+    mask = torch.zeros(len(traces), width, dtype=torch.int64)
+    for row, trace in enumerate(traces):
+        for turn in trace.turns:
+            mask[row, slice(*turn.span)] = 1
+    return mask
+
+
+def grpo(rewards, groups):
+    from verl_bridge.algorithms.bridge import standardised_outcome
+
+    return standardised_outcome(torch.tensor(rewards), torch.tensor(groups))
+
+
+def test_one_group_by_hand():
+    """A, B1, B2, D of one question: each turn's tokens get λ·ρ·c̄ = λ·0.05 of |A|, tags and observations nothing."""
+    traces = [
+        trace_of("miss", "hit", "miss", answer="Lima"),
+        trace_of("hit", answer="Quito"),
+        trace_of("hit", "bad"),
+        trace_of(answer="Lima"),
+    ]
+    groups, rewards = torch.zeros(4, dtype=torch.int64), torch.tensor([1.0, 0.0, 0.0, 1.0])
+    signals = credit.batch_signals(traces, groups)
+    assert signals.types.tolist() == [RolloutType.A, RolloutType.B1, RolloutType.B2, RolloutType.D_RETRIEVABLE]
+    assert signals.first_hit_turn.tolist() == [1, 0, 0, -1]
+    mask = masks(traces)
+    base = torch.tensor([2.0, -2.0, -2.0, 2.0])[:, None] * mask
+    result = credit.ground(
+        traces, signals, base, mask, groups, rewards, group_relative=True, settings=GCAConfig(enable=True)
+    )
+    up, down = 0.5 * 0.05, -0.5 * 0.05
+    a = [0, up, up, 0, 0, 0] * 2 + [0, down, down, 0, 0, 0] + [0, up, up, 0]
+    b1 = [0, up, up, 0, 0, 0, 0, -0.05, -0.05, 0]
+    b2 = [0, up, up, 0, 0, 0, 0, down / 2, down / 2, 0]
+    d = [0, down, down, 0]
+    for row, parts in enumerate((a, b1, b2, d)):
+        expected = base[row, : len(parts)] + 2.0 * torch.tensor(parts)
+        torch.testing.assert_close(result.advantages[row, : len(parts)], expected, rtol=0, atol=1e-6)
+
+
+def test_yes_no_questions_are_gated_and_can_be_kept():
+    traces = [trace_of("hit", answer="yes", gold="yes"), trace_of("miss", answer="no", gold="yes")]
+    groups, rewards, mask = torch.zeros(2, dtype=torch.int64), torch.tensor([1.0, 0.0]), masks(traces)
+    signals = credit.batch_signals(traces, groups)
+    base = torch.tensor([1.0, -1.0])[:, None] * mask
+    gated = credit.ground(traces, signals, base, mask, groups, rewards, group_relative=True, settings=GCAConfig())
+    assert torch.equal(gated.advantages, base)
+    keep = GCAConfig(yes_no="keep")
+    kept = credit.ground(traces, signals, base, mask, groups, rewards, group_relative=True, settings=keep)
+    # right without evidence, and nobody of the group found any: it leaves the loss
+    assert signals.types[0] == RolloutType.D_NOT_RETRIEVABLE and not kept.advantages[0].any()
+    assert credit.teaches_by_reward(signals, GCAConfig()).tolist() == [True, True]
+    assert credit.teaches_by_reward(signals, keep).tolist() == [False, True]
+
+
+def test_trajectory_advantage_of_grpo_is_its_token_advantage_and_else_the_outcome():
+    mask = torch.tensor([[0, 1, 1], [1, 1, 0], [0, 0, 0]])
+    advantages = torch.tensor([[9.0, 0.7, 0.7], [-0.7, -0.7, 9.0], [9.0, 9.0, 9.0]])
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0])
+    grpo_ = credit.trajectory_advantages("grpo", advantages, mask, rewards, groups)
+    torch.testing.assert_close(grpo_, torch.tensor([0.7, -0.7, 0.0]))
+    other = credit.trajectory_advantages("gae", advantages, mask, rewards, groups)
+    torch.testing.assert_close(other, torch.tensor([1.1547, -0.5774, -0.5774]), atol=1e-4, rtol=0)
+
+
+def test_routing_of_the_settings_reaches_the_algorithm():
+    table = credit.routing_table(GCAConfig())
+    assert (table.a, table.b1, table.b2) == ((0.5, -0.5, 0.5), (0.5, -0.5, -1.0), (0.5, -0.25, 0.0))
+    assert (table.c, table.d_retrievable) == ((0.0, 0.0, 0.0), (0.0, -0.25, -0.5))
+
+
+def test_search_metrics_by_hand():
+    traces = [trace_of("hit", "failed", answer="Lima"), trace_of(answer="x"), trace_of("bad")]
+    assert credit.search_metrics(traces) == pytest.approx(
+        {
+            "search/per_rollout": 2 / 3,
+            "search/toolless_share": 2 / 3,
+            "search/failed_share": 1 / 2,
+            "search/malformed_turn_share": 1 / 5,
+            "search/answered_share": 2 / 3,
+        }
+    )
+
+
+ROLLOUTS = st.tuples(
+    st.lists(st.sampled_from(("hit", "miss", "failed", "bad")), max_size=4),
+    st.sampled_from((None, "Lima", "Quito")),
+    st.sampled_from(("Lima", "yes")),
+).filter(lambda rollout: rollout[0] or rollout[1])
+
+
+@given(st.lists(st.tuples(ROLLOUTS, st.integers(0, 3)), min_size=1, max_size=12))
+@settings(max_examples=80, deadline=None)
+def test_equals_the_token_by_token_reference(rows):
+    golds = {}
+    traces, groups = [], []
+    for (steps, answer, gold), group in rows:
+        traces.append(trace_of(*steps, answer=answer, gold=golds.setdefault(group, gold)))
+        groups.append(group)
+    rewards = [float(trace.answer == trace.golden_answers[0]) for trace in traces]
+    # one rollout alone tells nothing about its prompt: that case has its own test in algorithms
+    keep = [i for i, group in enumerate(groups) if groups.count(group) > 1]
+    if not keep:
+        return
+    traces, groups, rewards = ([part[i] for i in keep] for part in (traces, groups, rewards))
+    mask = masks(traces)
+    base = grpo(rewards, groups)[:, None] * mask
+    index, reward = torch.tensor(groups), torch.tensor(rewards)
+    signals = credit.batch_signals(traces, index)
+    result = credit.ground(
+        traces, signals, base, mask, index, reward, group_relative=True, settings=GCAConfig(enable=True)
+    )
+    reference = reference_advantages(traces, base, mask, groups, rewards)
+    torch.testing.assert_close(result.advantages, reference, rtol=0, atol=1e-6)

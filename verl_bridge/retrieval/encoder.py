@@ -1,0 +1,278 @@
+"""Text encoders: one frozen base model in memory, a LoRA adapter that only queries pass through.
+
+The base is any sentence-transformers model; pooling and normalisation are the model's own. Prefixes ("query: " for E5,
+an instruction for BGE, none for MiniLM) are settings and never guessed from a name. The model stays in evaluation mode:
+without dropout serving and training give the same vectors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_bridge.files import new_folder
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BaseEncoder:
+    """A frozen sentence-transformers model.
+
+    Args:
+        name: a folder or a hub name.
+        revision: the hub revision; pin it so that an index stays usable.
+        max_length: longest input in tokens, the rest is cut off; None keeps the model's own limit.
+        normalize: True scales vectors to length 1 even where the model does not; None keeps the model's own choice.
+        device: torch device.
+        batch_size: texts in one forward pass.
+
+    Raises:
+        ValueError: the model cannot be loaded (names it and the fix).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        revision: str | None = None,
+        max_length: int | None = None,
+        normalize: bool | None = None,
+        device: str = "cpu",
+        batch_size: int = 64,
+    ) -> None:
+        import torch
+        from sentence_transformers import SentenceTransformer
+
+        self.name, self.revision, self.batch_size = str(name), revision, batch_size
+        try:
+            model = SentenceTransformer(
+                self.name, revision=revision, device=device, model_kwargs={"dtype": torch.float32}
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"encoder {self.name!r} (revision {revision}) cannot be loaded: {error}; "
+                "give a sentence-transformers folder or hub name, and check network and revision for the latter"
+            ) from error
+        self.model = model.eval().requires_grad_(False)
+        if max_length is not None:
+            self.model.max_seq_length = max_length
+        self.max_length: int = self.model.max_seq_length
+        self.dim: int = self.model.get_embedding_dimension()
+        kinds = [type(module).__name__ for module in self.model]
+        self.normalised = "Normalize" in kinds or bool(normalize)
+        self._normalize_here = self.normalised and "Normalize" not in kinds
+        self.pooling = next((str(m.pooling_mode) for m in self.model if hasattr(m, "pooling_mode")), "none")
+        self.adapter: Any = None  # the peft model that a QueryEncoder injects
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the base weights: the same model is recognised under any path."""
+        digest = hashlib.sha256()
+        for key, value in sorted(self.model.state_dict().items()):
+            digest.update(key.encode())
+            digest.update(value.cpu().contiguous().numpy())
+        return digest.hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """What an index must agree with: weights, pooling, normalisation and dimension."""
+        return {
+            "encoder": self.name,
+            "revision": self.revision,
+            "fingerprint": self.fingerprint,
+            "pooling": self.pooling,
+            "normalised": self.normalised,
+            "dim": self.dim,
+        }
+
+    def encode(self, texts: Sequence[str]) -> torch.Tensor:
+        """Vectors of texts in their order. Texts of similar length share a pass, so that little padding is computed.
+
+        Returns:
+            float32 vectors, shape (texts, dim).
+        """
+        import torch
+
+        if not texts:
+            return torch.empty(0, self.dim, device=self.model.device)
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        parts = []
+        for start in range(0, len(order), self.batch_size):
+            features = self.model.preprocess([texts[i] for i in order[start : start + self.batch_size]])
+            features = {k: v.to(self.model.device) if torch.is_tensor(v) else v for k, v in features.items()}
+            parts.append(self.model(features)["sentence_embedding"].float())
+        vectors = torch.cat(parts)[torch.tensor(order, device=self.model.device).argsort()]
+        return torch.nn.functional.normalize(vectors, dim=-1) if self._normalize_here else vectors
+
+
+class DocumentEncoder:
+    """Documents through the frozen base, whatever adapter the queries use.
+
+    Args:
+        base: the shared base model.
+        passage_prefix: put before every passage ("passage: " for E5).
+        compute_dtype: ``float32``, or ``bfloat16`` for a faster build where the processor has it; vectors then differ
+            by about 1e-3, the same for serving and training, which both read the stored ones.
+
+    Raises:
+        ValueError: another compute_dtype.
+    """
+
+    def __init__(self, base: BaseEncoder, *, passage_prefix: str = "", compute_dtype: str = "float32") -> None:
+        if compute_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"compute_dtype {compute_dtype!r} is not supported; use 'float32' or 'bfloat16'")
+        self.base, self.passage_prefix, self.compute_dtype = base, passage_prefix, compute_dtype
+
+    def describe(self) -> dict[str, Any]:
+        """The base's description, with what else the passage vectors depend on."""
+        return {
+            **self.base.describe(),
+            "passage_prefix": self.passage_prefix,
+            "max_length": self.base.max_length,
+            "compute_dtype": self.compute_dtype,
+        }
+
+    def encode_documents(self, passages: Sequence[str]) -> torch.Tensor:
+        """Float32 vectors of passages, shape (passages, dim), without gradient."""
+        import contextlib
+
+        import torch
+
+        adapter, half = self.base.adapter, self.compute_dtype == "bfloat16"
+        with (
+            torch.no_grad(),
+            adapter.disable_adapter() if adapter is not None else contextlib.nullcontext(),
+            torch.autocast(self.base.model.device.type, torch.bfloat16, enabled=half),
+        ):
+            return self.base.encode([self.passage_prefix + passage for passage in passages])
+
+
+class QueryEncoder:
+    """Queries through the base plus a trainable LoRA adapter; a fresh adapter changes nothing.
+
+    ``adapter_version`` counts the states of the adapter: whoever changes the weights raises it, whoever serves reports
+    it. Not thread-safe: one thread owns an encoder.
+
+    Args:
+        base: the shared base model, one query encoder each.
+        query_prefix: put before every query ("query: " for E5).
+        lora_rank: rank of the adapter, 16 in the paper.
+        lora_alpha: LoRA scale numerator, 32 [ours].
+        target_modules: ``auto`` adapts every linear layer but the pooler, which mean pooling never runs through
+            (BERT: query, key, value and the dense layers); else module names as peft takes them.
+        seed: of the adapter's initial A matrices.
+    """
+
+    def __init__(
+        self,
+        base: BaseEncoder,
+        *,
+        query_prefix: str = "",
+        lora_rank: int = 16,
+        lora_alpha: float = 32.0,
+        target_modules: str | Sequence[str] = "auto",
+        seed: int = 0,
+    ) -> None:
+        import torch
+        from peft import LoraConfig, PeftModel
+
+        if base.adapter is not None:
+            raise ValueError(f"encoder {base.name!r} already carries an adapter; share one QueryEncoder instead")
+        base.fingerprint  # noqa: B018  hashed before the adapter's layers wrap the base
+        auto = target_modules == "auto"
+        config = LoraConfig(
+            r=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_dropout=0.0,
+            base_model_name_or_path=base.name,
+            revision=base.revision,
+            target_modules="all-linear" if auto else target_modules,
+            exclude_modules=r".*pooler.*" if auto else None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            base.adapter = PeftModel(base.model.transformers_model, config).eval()
+        self.base, self.query_prefix = base, query_prefix
+        self.dim = base.dim
+        self.adapter_version = 0
+
+    def describe(self) -> dict[str, Any]:
+        """The base's description and the prefix of the queries."""
+        return {**self.base.describe(), "query_prefix": self.query_prefix}
+
+    def encode_queries(self, queries: Sequence[str], *, training: bool = False) -> torch.Tensor:
+        """Vectors of queries with the current adapter.
+
+        Args:
+            queries: the texts; serving and training pass the same string, the prefix is added here alone.
+            training: keep the graph, so that gradients reach the adapter; values are the same either way.
+
+        Returns:
+            float32 vectors, shape (queries, dim).
+        """
+        import torch
+
+        with torch.set_grad_enabled(training):
+            return self.base.encode([self.query_prefix + query for query in queries])
+
+    def lora_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The trainable parameters by name, in a fixed order."""
+        return {name: p for name, p in self.base.adapter.named_parameters() if p.requires_grad}
+
+    def adapter_state(self) -> dict[str, torch.Tensor]:
+        """A copy of the adapter's tensors by name."""
+        return {name: p.detach().clone() for name, p in self.lora_parameters().items()}
+
+    def set_adapter_state(self, state: dict[str, torch.Tensor], version: int) -> None:
+        """Writes adapter tensors in place and sets the version. Raises ValueError when names or shapes differ."""
+        import torch
+
+        parameters = self.lora_parameters()
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        if shapes != {name: tuple(value.shape) for name, value in state.items()}:
+            raise ValueError(
+                f"the adapter does not fit encoder {self.base.name!r}: {len(state)} tensors for {len(shapes)} "
+                "parameters or other shapes; use the lora_rank, target modules and encoder it was trained with"
+            )
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(state[name])
+        self.adapter_version = version
+
+    def save_adapter(self, directory: str | os.PathLike) -> None:
+        """Writes the adapter in PEFT format (adapter_config.json, safetensors); the folder appears when complete."""
+        with new_folder(directory) as folder:
+            self.base.adapter.save_pretrained(folder, safe_serialization=True)
+            (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
+
+    def load_adapter(self, directory: str | os.PathLike, version: int) -> None:
+        """Reads what :meth:`save_adapter` wrote. Raises ValueError when it is missing or does not fit."""
+        from safetensors.torch import load_file
+
+        file = Path(directory) / "adapter_model.safetensors"
+        if not file.is_file():
+            raise ValueError(f"no adapter at {directory}; give a folder that holds adapter_model.safetensors")
+        # PEFT leaves the adapter's name out of its files
+        names = {name.replace(".default.", "."): name for name in self.lora_parameters()}
+        state = load_file(file)
+        self.set_adapter_state({names.get(key, key): value for key, value in state.items()}, version)
+
+
+def load_encoders(
+    name: str,
+    *,
+    query_prefix: str = "",
+    passage_prefix: str = "",
+    lora_rank: int = 16,
+    compute_dtype: str = "float32",
+    seed: int = 0,
+    **base: Any,
+) -> tuple[QueryEncoder, DocumentEncoder]:
+    """A query and a document encoder over one base model in memory; ``base`` goes to :class:`BaseEncoder`."""
+    shared = BaseEncoder(name, **base)
+    documents = DocumentEncoder(shared, passage_prefix=passage_prefix, compute_dtype=compute_dtype)
+    return QueryEncoder(shared, query_prefix=query_prefix, lora_rank=lora_rank, seed=seed), documents
