@@ -134,4 +134,3 @@ def search_metrics(traces: Sequence[SearchTrace]) -> dict[str, float]:
         "search/malformed_turn_share": sum(t.kind == "malformed" for trace in traces for t in trace.turns) / turns,
         "search/answered_share": sum(trace.answer is not None for trace in traces) / n,
     }
-

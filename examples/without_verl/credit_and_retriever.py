@@ -1,0 +1,79 @@
+"""GCA and BRIDGE as plain torch functions, for a trainer that is not verl.
+
+Four rollouts of one question, told as traces: two find the evidence (one answers right, one wrong), one guesses right
+without it, one finds nothing. GCA turns the group's advantages into token-level ones; BRIDGE moves the query vector of
+a retriever towards the document that makes the gold answer likely.
+
+Run: python examples/without_verl/credit_and_retriever.py
+"""
+
+import torch
+
+from verl_bridge.algorithms.bridge import bridge_loss, retrieval_log_probs, standardised_outcome
+from verl_bridge.algorithms.gca import grounded_advantages
+from verl_bridge.algorithms.grounding import TurnTable, index_groups, rollout_types, segment_map
+from verl_bridge.qa.signals import rollout_signals
+from verl_bridge.trace import SearchTrace, SearchTurn
+
+LENGTH = 12  # response tokens: search 0-3, observation 4-8, answer 9-11
+
+
+def trace(passage: str, answer: str) -> SearchTrace:
+    """A search turn, what came back, and an answer turn."""
+    search = SearchTurn(
+        "search", (0, 4), query="capital of Peru", status="ok", candidate_ids=("lima", "quito"),
+        candidate_scores=(0.6, 0.5), shown=1, observation_span=(4, 9), observation=passage, adapter_version=0,
+    )  # fmt: skip
+    final = SearchTurn("answer", (9, 12))
+    return SearchTrace("Capital of Peru?", ("Lima",), (search, final), answer, (10, 11), "answer", LENGTH)
+
+
+def grounded() -> torch.Tensor:
+    """Token-level advantages of the group, (batch, response)."""
+    evidence, noise = "Lima is the capital of Peru.", "Quito is the capital of Ecuador."
+    traces = [trace(evidence, "Lima"), trace(evidence, "Cusco"), trace(noise, "Lima"), trace(noise, "Quito")]
+    signals = [rollout_signals(each) for each in traces]
+    hit, correct, answered = (
+        torch.tensor([getattr(signal, name) for signal in signals]) for name in ("hit", "correct", "answered")
+    )
+    first_hit = torch.tensor([-1 if s.first_hit_turn is None else s.first_hit_turn for s in signals])
+    mask = torch.ones(len(traces), LENGTH)
+    mask[:, 4:9] = 0  # observations were not sampled
+
+    groups = index_groups(["question 1"] * len(traces))
+    rewards = correct.float()
+    base = standardised_outcome(rewards, groups).unsqueeze(1) * mask  # GRPO: one advantage per rollout
+    types = rollout_types(hit, correct, answered, groups)
+    segments = segment_map(TurnTable.of([each.turns for each in traces]), first_hit, mask)
+    return grounded_advantages(base, mask, segments, types, groups, rewards, group_relative=True).advantages
+
+
+def retriever_step(steps: int = 20) -> tuple[float, float]:
+    """The gold document's retrieval probability before and after some BRIDGE updates."""
+    documents = torch.nn.functional.normalize(torch.tensor([[1.0, 0.2], [0.2, 1.0]]), dim=-1)
+    query = torch.nn.Parameter(torch.tensor([[0.5, 0.6]]))  # stands for the adapter's output
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    likelihood = torch.tensor([[-0.3, -4.0]])  # log-likelihood of the gold answer given each document, in nats
+    advantage = torch.tensor([0.87])
+    optimizer = torch.optim.AdamW([query], lr=0.05, weight_decay=0.0)
+
+    def log_probs() -> torch.Tensor:
+        return retrieval_log_probs(torch.nn.functional.normalize(query, dim=-1) @ documents.T, mask)
+
+    before = log_probs().exp()[0, 0].item()
+    for _ in range(steps):
+        scores = torch.nn.functional.normalize(query, dim=-1) @ documents.T
+        old = log_probs().detach()  # the adapter that served this step's rollouts
+        loss = bridge_loss(scores, old, likelihood, advantage, mask).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return before, log_probs().exp()[0, 0].item()
+
+
+if __name__ == "__main__":
+    torch.set_printoptions(precision=3, sci_mode=False, linewidth=120)
+    print("advantages: search tokens | observation | answer tokens")
+    print(grounded())
+    before, after = retriever_step()
+    print(f"probability of the gold document: {before:.3f} -> {after:.3f}")

@@ -1,0 +1,166 @@
+"""What the CPU host relies on in verl and transformers: another version that changes it is noticed here."""
+
+import dataclasses
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_platform_has_what_verl_asks_for():
+    from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+    from verl_bridge.integrations.verl.cpu.platform import PlatformCPU
+
+    assert parameters(PlatformRegistry.register) == ["platform"]
+    assert not PlatformCPU.__abstractmethods__
+    for name in PlatformBase.__abstractmethods__:
+        theirs, ours = getattr(PlatformBase, name), getattr(PlatformCPU, name)
+        if not isinstance(theirs, property):
+            assert parameters(ours) == parameters(theirs), name
+
+
+def test_engine_methods_we_override():
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+    assert parameters(EngineRegistry.register) == ["model_type", "backend", "device", "vendor"]
+    assert parameters(FSDPEngine._build_fsdp_module) == ["self", "module"]
+    assert parameters(FSDPEngine._build_module) == ["self"]
+    assert parameters(FSDPEngine.forward_backward_batch) == ["self", "data", "loss_function", "forward_only"]
+    assert issubclass(FSDPEngineWithValueHead, FSDPEngineWithLMHead)
+    for cls in (FSDPEngineWithLMHead, FSDPEngineWithValueHead):
+        assert parameters(cls.prepare_model_inputs) == ["self", "micro_batch"]
+        outputs = ["self", "output", "output_args", "micro_batch", "logits_processor_func"]
+        assert parameters(cls.prepare_model_outputs) == outputs
+        assert parameters(cls.forward_step) == ["self", "micro_batch", "loss_function", "forward_only"]
+    source = inspect.getsource(FSDPEngineWithLMHead.prepare_model_inputs)
+    for key in ("input_ids_rmpad_rolled", "temperature_is_one", '"temperature"'):
+        assert key in source
+    # The only two uses of what _build_fsdp_module sees replaced.
+    source = inspect.getsource(FSDPEngine._build_fsdp_module)
+    assert "self.engine_config.offload_policy or self.engine_config.forward_only" in source
+
+
+def test_workers_we_override():
+    from verl.single_controller.base.decorator import MAGIC_ATTR
+    from verl.utils.distributed import initialize_global_process_group_ray
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+    from verl_bridge.integrations.verl.cpu import worker
+
+    assert parameters(TrainingWorker.__init__) == ["self", "config"]
+    assert parameters(ActorRolloutRefWorker.init_model) == ["self"]
+    ours, theirs = worker.CPUActorRolloutRefWorker.init_model, ActorRolloutRefWorker.init_model
+    assert getattr(ours, MAGIC_ATTR) == getattr(theirs, MAGIC_ATTR)
+    assert "not torch.distributed.is_initialized()" in inspect.getsource(initialize_global_process_group_ray)
+
+
+def test_rollout_classes_we_subclass():
+    from verl.workers.rollout import base, llm_server, replica
+
+    from verl_bridge.integrations.verl.cpu import ROLLOUT
+    from verl_bridge.integrations.verl.cpu.rollout import CPURollout, CPURolloutReplica, RolloutServer
+
+    assert parameters(replica.RolloutReplicaRegistry.register) == ["name", "loader"]
+    assert not CPURollout.__abstractmethods__
+    assert not CPURolloutReplica.__abstractmethods__
+    assert base.get_rollout_class(ROLLOUT, "async") is CPURollout
+    assert replica.get_rollout_replica_class(ROLLOUT) is CPURolloutReplica
+    assert parameters(CPURollout.__init__)[:4] == parameters(base.BaseRollout.__init__)[:4]
+    assert set(parameters(base.BaseRollout.update_weights)) <= set(parameters(CPURollout.update_weights))
+    # Every remote call the replica and the client make exists on the server.
+    source = inspect.getsource(replica.RolloutReplica)
+    called = {
+        line.split("server.")[1].split(".remote")[0]
+        for line in source.splitlines()
+        if "server." in line and ".remote" in line
+    }
+    assert called == {
+        "wake_up",
+        "sleep",
+        "abort_all_requests",
+        "resume_generation",
+        "clear_kv_cache",
+        "release_kv_cache",
+        "resume_kv_cache",
+        "start_profile",
+        "stop_profile",
+    }
+    assert all(inspect.iscoroutinefunction(getattr(RolloutServer, name)) for name in called)
+    client = inspect.getsource(llm_server.LLMServerClient.generate)
+    for keyword in ("request_id=", "prompt_ids=", "sampling_params=", "image_data=", "video_data="):
+        assert keyword in client
+    assert {"token_ids", "log_probs", "stop_reason", "num_preempted", "extra_fields"} <= set(
+        replica.TokenOutput.model_fields
+    )
+
+
+def test_sampling_parameters_verl_sends_are_known():
+    from verl.trainer.ppo.v1 import agent_loop_tq
+
+    from verl_bridge.integrations.verl.cpu.sampling import SamplingParams
+
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    source = inspect.getsource(agent_loop_tq.AgentLoopWorkerTQ.generate_sequences)
+    block = source.split("sampling_params = dict(")[1].split(")\n")[0]
+    assert {line.split("=")[0].strip() for line in block.splitlines() if "=" in line} <= known
+
+
+def test_trainer_and_replay_buffer():
+    from verl.trainer.ppo.v1 import PPOTrainerSync, replay_buffer
+
+    assert "self.role_worker_mapping[role] = ray.remote(" in inspect.getsource(PPOTrainerSync._init_resource_pool_mgr)
+    sources = inspect.getsource(replay_buffer)
+    assert "self.poll_interval = poll_interval" in sources and "time.sleep(self.poll_interval)" in sources
+
+
+def test_transformers_calls_we_build_on():
+    from transformers import DynamicCache, GenerationMixin, LogitsProcessor, StoppingCriteria
+
+    assert {"logits_processor", "stopping_criteria", "generation_config"} <= set(parameters(GenerationMixin.generate))
+    assert parameters(DynamicCache.batch_select_indices) == ["self", "indices"]
+    assert parameters(LogitsProcessor.__call__) == ["self", "input_ids", "scores"]
+    assert parameters(StoppingCriteria.__call__)[:3] == ["self", "input_ids", "scores"]
+
+
+def test_register_is_light_and_reaches_every_registry():
+    """A process that only imports verl loads no engine, trainer or rollout because of us."""
+    code = """
+import sys, verl
+heavy = [m for m in ("verl.workers.engine", "verl.workers.rollout", "verl.trainer", "peft") if m in sys.modules]
+assert not heavy, heavy
+from verl.plugin.platform import get_platform
+assert get_platform().device_name == "cpu"
+from verl.workers.engine import EngineRegistry
+for model_type, name in (("language_model", "CPULanguageModelEngine"), ("value_model", "CPUValueModelEngine")):
+    assert EngineRegistry.get_engine_cls(model_type, "fsdp2").__name__ == name
+"""
+    environment = {**os.environ, "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_bridge.plugin"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_swap_replaces_every_role_or_refuses():
+    from types import SimpleNamespace
+
+    from verl.trainer.ppo.utils import Role
+
+    from verl_bridge.integrations.verl.cpu import cpu_worker_classes, swap_cpu_workers
+
+    trainer = SimpleNamespace(role_worker_mapping={Role.ActorRolloutRef: "theirs", Role.Critic: "theirs"})
+    swap_cpu_workers(trainer)
+    made = {role.name: remote.__ray_actor_class__ for role, remote in trainer.role_worker_mapping.items()}
+    classes = cpu_worker_classes()
+    assert made == {name: classes[name] for name in ("ActorRolloutRef", "Critic")}
+    assert set(classes) <= {role.name for role in Role}
+    with pytest.raises(ValueError, match="'RewardModel' has no worker for device cpu"):
+        swap_cpu_workers(SimpleNamespace(role_worker_mapping={Role.RewardModel: "theirs"}))

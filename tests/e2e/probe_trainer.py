@@ -1,0 +1,85 @@
+"""A trainer that looks at itself: loaded by the end-to-end tests through VERL_USE_EXTERNAL_MODULES.
+
+Each step it writes what verl's own estimator gives on the same rollouts, what our trainer left in TransferQueue, and
+the slow reference of GCA, all as differences, to ``$PROBE_FILE``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from types import ModuleType
+
+from wrapt import register_post_import_hook
+
+
+def _register(v1: ModuleType) -> None:
+    import numpy as np
+    import ray
+    import torch
+    import transfer_queue as tq
+    from verl.trainer.ppo import core_algos
+
+    from tests.e2e.reference import reference_advantages
+    from verl_bridge.integrations.verl.rollouts import read_rollouts
+    from verl_bridge.integrations.verl.scoring import score_answers
+    from verl_bridge.integrations.verl.trainer import BridgeTrainerSync
+
+    @v1.register_trainer("probe_sync")
+    class ProbeTrainer(BridgeTrainerSync):
+        def _compute_advantage(self, batch, metrics):
+            batch = super()._compute_advantage(batch, metrics)
+            rollouts = read_rollouts(batch)
+            data = tq.kv_batch_get(keys=rollouts.keys, partition_id=batch.partition_id, select_fields=["rm_scores"])
+            rewards = torch.nested.to_padded_tensor(data["rm_scores"], 0.0)
+            plain, _ = core_algos.compute_grpo_outcome_advantage(
+                token_level_rewards=rewards,
+                response_mask=rollouts.response_mask,
+                index=np.array(rollouts.uids, dtype=object),
+            )
+            reference = reference_advantages(
+                rollouts.traces, plain, rollouts.response_mask, rollouts.uids, rollouts.rewards
+            )
+            texts = [
+                self.tokenizer.decode(self.tokenizer.encode(trace.question)) == trace.question
+                for trace in rollouts.traces
+            ]
+            record = {
+                "step": self.global_steps,
+                "rows": len(rollouts.keys),
+                "plain_differs": int((rollouts.advantages != plain).sum()),
+                "reference_differs": float((rollouts.advantages - reference).abs().max()),
+                "grounding_moves": float((reference - plain).abs().max()),
+                "versions": sorted(
+                    {t.adapter_version for r in rollouts.traces for t in r.searches if t.status == "ok"}
+                ),
+                "now_version": ray.get(self.retriever.version.remote()),
+                "questions_encode": all(texts),
+                "likelihood": score_answers(
+                    self.actor_rollout_wg,
+                    [(rollouts.prompt_ids[0], [5, 6, 7]), (rollouts.prompt_ids[0], [8])],
+                    temperature=1.0,
+                    max_token_len_per_gpu=4096,
+                ),
+                "prompt_ids": rollouts.prompt_ids[0],
+                "spans_fit": all(
+                    rollouts.response_mask[i, t.span[0] : t.span[1]].all()
+                    and (t.observation_span is None or not rollouts.response_mask[i, slice(*t.observation_span)].any())
+                    for i, trace in enumerate(rollouts.traces)
+                    for t in trace.turns
+                ),
+            }
+            self._expected = rollouts.advantages
+            with open(os.environ["PROBE_FILE"], "a") as file:
+                file.write(json.dumps(record) + "\n")
+            return batch
+
+        def _update_actor(self, batch, metrics):
+            received = read_rollouts(batch).advantages
+            with open(os.environ["PROBE_FILE"], "a") as file:
+                same = bool(torch.equal(received, self._expected))
+                file.write(json.dumps({"step": self.global_steps, "actor_receives_it": same}) + "\n")
+            return super()._update_actor(batch, metrics)
+
+
+register_post_import_hook(_register, "verl.trainer.ppo.v1")

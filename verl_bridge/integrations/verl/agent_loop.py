@@ -1,0 +1,218 @@
+"""verl's rollout loop for search agents: Search-R1's tags, exact token spans, one :class:`SearchTrace` a rollout.
+
+Per turn the model writes ``<think>…</think>`` and one action. A ``<search>`` is answered with an ``<information>``
+block of the ``shown`` best documents, an ``<answer>`` ends the rollout, anything else gets a corrective sentence. Token
+ids are never re-made by decoding and encoding: what the model sampled is what is trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.utils.profiler import simple_timer
+
+from verl_bridge.config import load_settings
+from verl_bridge.qa.actions import CORRECTION, RETRIEVAL_FAILED, decode, format_observation, read_turn
+from verl_bridge.retrieval.actor import get_retriever
+from verl_bridge.retrieval.corpus import Document
+from verl_bridge.trace import SearchTrace, SearchTurn, Span, StopReason
+
+logger = logging.getLogger(__name__)
+
+STOP_TAGS = ("</search>", "</answer>")
+NOTHING_FOUND = "\n\nThe search found no documents. Try other words or answer from what is known.\n\n"
+OBSERVATION_HEAD, OBSERVATION_TAIL = "\n\n<information>", "</information>\n\n"
+
+
+@dataclass
+class _Response:
+    """The response under construction; the four lists grow together."""
+
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    turns: list[SearchTurn] = field(default_factory=list)
+
+    def sampled(self, ids: list[int], log_probs: list[float] | None) -> Span:
+        start = len(self.ids)
+        self.ids += ids
+        self.mask += [1] * len(ids)
+        self.log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
+        return start, len(self.ids)
+
+    def observed(self, ids: list[int]) -> Span:
+        start = len(self.ids)
+        self.ids += ids
+        self.mask += [0] * len(ids)
+        self.log_probs += [0.0] * len(ids)
+        return start, len(self.ids)
+
+
+class SearchAgentLoop(AgentLoopBase):
+    """Registered as ``verl_bridge_search``; settings come from the ``verl_bridge`` section of verl's config."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = load_settings(self.config)
+        self.agent, self.top_k, self.shown = settings.agent, settings.retriever.top_k, settings.retriever.shown
+        self.retriever_name = settings.retriever.actor_name
+        self.response_length = self.rollout_config.response_length
+        # A tag that is one token stops generation by id; otherwise the server has to match the text.
+        ids = [self.tokenizer.encode(tag, add_special_tokens=False) for tag in STOP_TAGS]
+        if all(len(tag) == 1 for tag in ids):
+            self.stop_params: dict[str, Any] = {"stop_token_ids": [tag[0] for tag in ids]}
+        else:
+            self.stop_params = {"stop": list(STOP_TAGS), "include_stop_str_in_output": True}
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Roll out one question; ``extra_fields["search_trace"]`` carries the record."""
+        messages = list(kwargs["raw_prompt"])
+        prompt_ids = await self.ct_build_initial_tokens(messages)
+        response, metrics = _Response(), {"generate_sequences": 0.0, "tool_calls": 0.0}
+        server_fields: dict[str, Any] = {}
+        answer: str | None = None
+        answer_span: Span | None = None
+        stop_reason: StopReason = "max_turns"
+        request_id = uuid4().hex
+
+        for turn in range(self.agent.max_turns):
+            room = self.response_length - len(response.ids)
+            if room < 1:
+                stop_reason = "length"
+                break
+            with simple_timer("generate_sequences", metrics):
+                output = await self.server_manager.generate(
+                    request_id=request_id,
+                    prompt_ids=prompt_ids + response.ids,
+                    sampling_params={**sampling_params, **self.stop_params, "max_tokens": room},
+                )
+            # Staleness is a range: the first generation's fields, the last generation's maximum.
+            latest = output.extra_fields.get("max_global_steps")
+            server_fields = server_fields or dict(output.extra_fields)
+            if latest is not None:
+                server_fields["max_global_steps"] = latest
+            if output.stop_reason == "aborted" and not output.token_ids:
+                stop_reason = "error"
+                break
+
+            # Text after the action is not part of the rollout: it is neither shown again nor trained on.
+            sampled = list(output.token_ids)[:room]
+            read = read_turn(self.tokenizer, sampled)
+            log_probs = list(output.log_probs)[: read.length] if output.log_probs else None
+            span = response.sampled(sampled[: read.length], log_probs)
+            tags = tuple((span[0] + start, span[0] + end) for start, end in read.tag_spans)
+            action = read.action
+
+            if action.kind == "answer":
+                answer = action.content
+                answer_span = (span[0] + read.content_span[0], span[0] + read.content_span[1])
+                response.turns.append(SearchTurn("answer", span, tags))
+                stop_reason = "answer"
+                break
+
+            room = self.response_length - len(response.ids)
+            last = turn == self.agent.max_turns - 1 or room < 1
+            if action.kind == "search" and not last:
+                with simple_timer("tool_calls", metrics):
+                    record, text = await self._search(action.content)
+            else:
+                record, text = ({"query": action.content} if action.kind == "search" else {}), CORRECTION
+            observation_ids, observation = self._encode_observation(text)
+            if last or len(observation_ids) >= room:
+                # Nothing can be sampled after it, so it would be shown to nobody: it does not enter the context.
+                response.turns.append(SearchTurn(action.kind, span, tags, **record))
+                stop_reason = "max_turns" if turn == self.agent.max_turns - 1 else "length"
+                break
+            observed = response.observed(observation_ids)
+            response.turns.append(
+                SearchTurn(action.kind, span, tags, observation_span=observed, observation=observation, **record)
+            )
+
+        if not response.ids:  # verl writes the reward to the last token: an empty response has none
+            response.observed([self.tokenizer.eos_token_id])
+        trace = SearchTrace(
+            question=_question(kwargs, messages),
+            golden_answers=_golden_answers(kwargs),
+            turns=tuple(response.turns),
+            answer=answer,
+            answer_span=answer_span,
+            stop_reason=stop_reason,
+            response_length=len(response.ids),
+        )
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=response.ids,
+            response_mask=response.mask,
+            response_logprobs=response.log_probs if sampling_params.get("logprobs") else None,
+            num_turns=2 * len(response.turns),
+            metrics=metrics,
+            extra_fields={**server_fields, "turn_scores": [], "tool_rewards": [], "search_trace": trace.to_dict()},
+        )
+
+    async def _search(self, query: str) -> tuple[dict[str, Any], str]:
+        """Ask the retriever: the turn's retrieval fields and the observation's text."""
+        result = await _retriever(self.retriever_name).search.remote([query])
+        found = result[0]
+        if found["error"] is not None:
+            logger.warning("retrieval failed for one query: %s", found["error"])
+            return {"query": query, "status": "error"}, RETRIEVAL_FAILED
+        documents = [Document(**document) for document in found["documents"][: self.shown]]
+        if not documents:
+            return {"query": query, "status": "ok", "adapter_version": found["adapter_version"]}, NOTHING_FOUND
+        record = {
+            "query": query,
+            "status": "ok",
+            "candidate_ids": tuple(found["ids"]),
+            "candidate_scores": tuple(found["scores"]),
+            "shown": len(documents),
+            "adapter_version": found["adapter_version"],
+        }
+        return record, format_observation(documents)
+
+    def _encode_observation(self, text: str) -> tuple[list[int], str]:
+        """Token ids of an observation within ``agent.observation_tokens``, and the text those ids stand for.
+
+        The head of the passages is kept and the block is closed again, so a cut never loses ``</information>``.
+        """
+        encode = self.tokenizer.encode
+        ids = encode(text, add_special_tokens=False)
+        limit = self.agent.observation_tokens
+        if len(ids) <= limit:
+            return ids, text
+        if not text.startswith(OBSERVATION_HEAD):
+            ids = ids[:limit]
+            return ids, decode(self.tokenizer, ids)
+        head = encode(OBSERVATION_HEAD, add_special_tokens=False)
+        tail = encode(OBSERVATION_TAIL, add_special_tokens=False)
+        body = text[len(OBSERVATION_HEAD) : -len(OBSERVATION_TAIL)]
+        body_ids = encode(body, add_special_tokens=False)[: max(0, limit - len(head) - len(tail))]
+        kept = decode(self.tokenizer, body_ids)
+        return head + body_ids + tail, OBSERVATION_HEAD + kept + OBSERVATION_TAIL
+
+
+@lru_cache
+def _retriever(name: str) -> Any:
+    """The job's retriever; verl makes a loop object per rollout, the handle is looked up once a process."""
+    return get_retriever(name)
+
+
+def _question(kwargs: dict[str, Any], messages: list[dict[str, Any]]) -> str:
+    question = (kwargs.get("extra_info") or {}).get("question")
+    return str(question) if question else str(messages[-1]["content"])
+
+
+def _golden_answers(kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Search-R1's column ``reward_model.ground_truth.target``: a string or a list of aliases."""
+    truth = (kwargs.get("reward_model") or {}).get("ground_truth")
+    target = truth.get("target") if isinstance(truth, dict) else truth
+    if target is None or (not isinstance(target, str) and len(target) == 0):
+        raise ValueError(
+            f"reward_model.ground_truth={truth!r} holds no gold answers: "
+            "give every row reward_model={'ground_truth': {'target': ['answer', 'alias', ...]}}"
+        )
+    return (target,) if isinstance(target, str) else tuple(str(alias) for alias in target)

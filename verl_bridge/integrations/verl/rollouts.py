@@ -1,0 +1,84 @@
+"""A trainer's batch as the methods want it: traces and padded tensors, verl's padding rows left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+
+from verl_bridge.integrations.verl.scoring import jagged
+from verl_bridge.trace import SearchTrace
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The real rows of one training batch (``batch`` of them), right-padded to the longest response.
+
+    Args:
+        keys: their TransferQueue keys.
+        uids: the prompt group of each row.
+        traces: the record of each row.
+        prompt_ids: the prompt's tokens of each row.
+        response_mask: 1 on sampled tokens  # (batch, response)
+        advantages: what the base estimator gave  # (batch, response)
+        rewards: outcome reward  # (batch,)
+        group_index: the uid of each row as an integer  # (batch,)
+    """
+
+    keys: list[str]
+    uids: list[str]
+    traces: list[SearchTrace]
+    prompt_ids: list[list[int]]
+    response_mask: torch.Tensor
+    advantages: torch.Tensor
+    rewards: torch.Tensor
+    group_index: torch.Tensor
+
+
+def _plain(value: Any) -> Any:
+    return value.data if hasattr(value, "data") and not isinstance(value, dict) else value
+
+
+def read_rollouts(batch: KVBatchMeta) -> RolloutBatch:
+    """Fetch what the methods need from TransferQueue. Raises ValueError when a row carries no trace."""
+    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+    fields = ["uid", "extra_fields", "prompts", "response_mask", "advantages", "rm_scores"]
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+    traces = []
+    for extra in data.pop("extra_fields").tolist():
+        record = _plain(extra).get("search_trace")
+        if record is None:
+            raise ValueError(
+                "a rollout carries no extra_fields['search_trace']: its agent loop is not ours; "
+                "set actor_rollout_ref.rollout.agent.default_agent_loop=verl_bridge_search "
+                "and leave agent_name out of the dataset"
+            )
+        traces.append(SearchTrace.from_dict(record))
+    uids = [str(_plain(uid)) for uid in data.pop("uid").tolist()]
+    order = {uid: index for index, uid in enumerate(dict.fromkeys(uids))}
+    mask = torch.nested.to_padded_tensor(data["response_mask"], 0)
+    return RolloutBatch(
+        keys=keys,
+        uids=uids,
+        traces=traces,
+        prompt_ids=[row.tolist() for row in data["prompts"].unbind()],
+        response_mask=mask,
+        advantages=torch.nested.to_padded_tensor(data["advantages"], 0.0),
+        rewards=torch.nested.to_padded_tensor(data["rm_scores"], 0.0).sum(-1),
+        group_index=torch.tensor([order[uid] for uid in uids]),
+    )
+
+
+def write_advantages(batch: KVBatchMeta, rollouts: RolloutBatch, advantages: torch.Tensor) -> None:
+    """Replace the advantages of the real rows; padding rows keep theirs."""
+    lengths = [trace.response_length for trace in rollouts.traces]
+    rows = [row[:length].contiguous() for row, length in zip(advantages, lengths, strict=True)]
+    tq.kv_batch_put(
+        keys=rollouts.keys,
+        partition_id=batch.partition_id,
+        fields=TensorDict({"advantages": jagged(rows)}, batch_size=len(rows)),
+    )

@@ -1,0 +1,254 @@
+"""verl's trainer with BRIDGE and GCA between the base advantage and the policy update.
+
+One batch walks: rollouts with traces → verl's own advantage → retriever update (BRIDGE) → grounded advantages (GCA) →
+verl's own policy update → the next rollouts are served by the new adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ray
+from omegaconf import DictConfig
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import PPOTrainerSync
+from verl.utils.debug import marked_timer
+
+from verl_bridge import credit
+from verl_bridge.algorithms.grounding import RolloutType, grounding_metrics
+from verl_bridge.bilevel.likelihood import RetrievalTurn, plan_likelihoods
+from verl_bridge.bilevel.updater import RetrieverBatch, RetrieverUpdater
+from verl_bridge.config import VerlBridgeConfig, load_settings
+from verl_bridge.config.schema import ConfigError
+from verl_bridge.files import new_file
+from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config
+from verl_bridge.integrations.verl.rollouts import RolloutBatch, read_rollouts, write_advantages
+from verl_bridge.integrations.verl.scoring import score_answers
+from verl_bridge.qa.answers import alias_hit
+from verl_bridge.qa.signals import tool_use_warning
+from verl_bridge.retrieval.actor import start_retriever
+from verl_bridge.retrieval.corpus import Corpus
+
+logger = logging.getLogger(__name__)
+
+
+class SearchTrainerMixin:
+    """The methods' hooks over one of verl's trainer modes, ``verl_mode``."""
+
+    verl_mode: ClassVar[str]
+    settings: VerlBridgeConfig
+
+    def __init__(self, config: DictConfig) -> None:
+        self.settings = load_settings(config)
+        self.base_estimator = prepare_config(config, self.settings, self.verl_mode)
+        retriever = self.settings.retriever
+        self.retriever = start_retriever(
+            retriever.actor_name,
+            corpus=retriever.corpus,
+            index=retriever.index,
+            encoder=retriever.encoder,
+            query_prefix=retriever.query_prefix,
+            lora_rank=retriever.lora_rank,
+            top_k=retriever.top_k,
+            seed=config.data.get("seed") or 0,
+            updater=self._updater() if self.settings.bridge.enable else None,
+        )
+        self.corpus = Corpus.open(retriever.corpus)
+        self.probe = _read_probe(retriever.probe)
+        super().__init__(config)
+        if os.environ.get("VERL_PLATFORM") == "cpu":
+            # verl looks for finished rollouts every 2 s and has no key for it: far too long for a step of seconds.
+            self.replay_buffer.poll_interval = 0.05
+
+    def _updater(self) -> Any:
+        bridge = self.settings.bridge
+        return partial(
+            RetrieverUpdater,
+            lr=bridge.lr,
+            gamma=bridge.gamma,
+            tau_retrieval=bridge.tau_retrieval,
+            tau_posterior=bridge.tau_posterior,
+            tau_likelihood=bridge.tau_likelihood,
+            clip=bridge.clip,
+            credit_weights=bridge.credit_weights,
+            minibatch_size=bridge.minibatch_size,
+            epochs=bridge.epochs,
+        )
+
+    # ---- verl's hooks -----------------------------------------------------------------------------------------
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        for key, dataset in (("train_files", self.train_dataset), ("val_files", self.val_dataset)):
+            check_gold_answers(f"data.{key}", dataset.dataframe)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        if os.environ.get("VERL_PLATFORM") == "cpu":
+            from verl_bridge.integrations.verl import cpu
+
+            cpu.swap_cpu_workers(self)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch = super()._compute_advantage(batch, metrics)
+        rollouts = read_rollouts(batch)
+        signals = credit.batch_signals(rollouts.traces, rollouts.group_index)
+        metrics.update(credit.search_metrics(rollouts.traces))
+        metrics.update(
+            grounding_metrics(signals.hit, signals.correct, signals.types, rollouts.group_index, rollouts.rewards)
+        )
+        if warning := tool_use_warning(rollouts.traces):
+            logger.warning(warning)
+        if self.settings.bridge.enable and self.global_steps % self.settings.bridge.interval == 0:
+            metrics.update(self._update_retriever(rollouts, signals))
+        if self.settings.gca.enable:
+            with marked_timer("gca", self.timing_raw):
+                metrics.update(self._ground(batch, rollouts, signals))
+        self._save_traces(rollouts, signals)
+        return batch
+
+    def _validate(self) -> dict[str, float]:
+        metrics = super()._validate()
+        if self.probe:
+            found = ray.get(self.retriever.recall_probe.remote(self.probe, self.settings.retriever.shown))
+            metrics.update({f"val/retrieval/{name}": value for name, value in found.items()})
+        return metrics
+
+    def _save_checkpoint(self) -> None:
+        # Before verl writes its "latest" marker: a step that counts as saved has its adapter beside it.
+        if self.settings.bridge.enable:
+            ray.get(self.retriever.save.remote(str(self._checkpoint_folder(self.global_steps))))
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.settings.bridge.enable and self.global_steps > 0:
+            ray.get(self.retriever.load.remote(str(self._checkpoint_folder(self.global_steps, resumed=True))))
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        super().fit(agent_loop_manager)
+        if self.settings.bridge.enable:
+            ray.get(self.retriever.save_adapter.remote(str(self._run_folder() / "adapter")))
+
+    # ---- the methods ------------------------------------------------------------------------------------------
+
+    def _update_retriever(self, rollouts: RolloutBatch, signals: credit.BatchSignals) -> dict[str, float]:
+        """BRIDGE: score the gold under every candidate with the policy as it is now, then step the retriever."""
+        turns = [
+            RetrievalTurn(
+                key=(row, index),
+                prompt_ids=tuple(rollouts.prompt_ids[row]),
+                candidates=tuple(self.corpus.by_id(document) for document in turn.candidate_ids),
+                gold=trace.golden_answers[0],
+                failed=turn.status == "error",
+            )
+            for row, trace in enumerate(rollouts.traces)
+            for index, turn in enumerate(trace.turns)
+            if turn.kind == "search" and turn.status != "none"
+        ]
+        rollout = self.config.actor_rollout_ref.rollout
+        budget = self.settings.bridge.token_budget or rollout.log_prob_max_token_len_per_gpu
+        with marked_timer("likelihood", self.timing_raw):
+            plan = plan_likelihoods(turns, self._tokenize, max_tokens=budget, seed=self.global_steps)
+            scored = score_answers(
+                self.actor_rollout_wg,
+                plan.sequences,
+                temperature=rollout.temperature,
+                max_token_len_per_gpu=budget,
+            )
+        metrics = {f"bridge/plan/{name}": float(value) for name, value in plan.metrics.items()}
+        if not plan.turn_keys:
+            return metrics
+        advantages = credit.trajectory_advantages(
+            self.base_estimator,
+            rollouts.advantages,
+            rollouts.response_mask,
+            rollouts.rewards,
+            rollouts.group_index,
+        ).tolist()
+        by_reward = credit.teaches_by_reward(signals, self.settings.gca).tolist()
+        candidates = {turn.key: turn.candidates for turn in turns}
+        served = [rollouts.traces[row].turns[index] for row, index in plan.turn_keys]
+        update = RetrieverBatch(
+            queries=[turn.query for turn in served],
+            candidate_ids=[turn.candidate_ids for turn in served],
+            answer_log_likelihood=plan.gather(scored),
+            advantages=[advantages[row] for row, _ in plan.turn_keys],
+            rl_mask=[by_reward[row] for row, _ in plan.turn_keys],
+            adapter_version=[turn.adapter_version for turn in served],
+            hits=[
+                [alias_hit(f"{d.title} {d.text}", rollouts.traces[key[0]].golden_answers) for d in candidates[key]]
+                for key in plan.turn_keys
+            ],
+        )
+        with marked_timer("retriever_update", self.timing_raw):
+            metrics.update(ray.get(self.retriever.update.remote(update)).metrics)
+        return metrics
+
+    def _ground(self, batch: KVBatchMeta, rollouts: RolloutBatch, signals: credit.BatchSignals) -> dict[str, float]:
+        """GCA: replace the advantages of the batch by grounded ones."""
+        result = credit.ground(
+            rollouts.traces,
+            signals,
+            rollouts.advantages,
+            rollouts.response_mask,
+            rollouts.group_index,
+            rollouts.rewards,
+            group_relative=self.base_estimator in credit.GROUP_RELATIVE and self.config.actor_rollout_ref.rollout.n > 1,
+            settings=self.settings.gca,
+        )
+        write_advantages(batch, rollouts, result.advantages)
+        return result.metrics
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    # ---- what a run leaves behind -----------------------------------------------------------------------------
+
+    def _run_folder(self) -> Path:
+        return Path(self.settings.run_dir or Path(self.config.trainer.default_local_dir) / "verl_bridge").absolute()
+
+    def _checkpoint_folder(self, step: int, resumed: bool = False) -> Path:
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
+        if resumed and self.config.trainer.resume_mode == "resume_path":
+            folder = Path(self.config.trainer.resume_from_path)
+        return folder.absolute() / "retriever"
+
+    def _save_traces(self, rollouts: RolloutBatch, signals: credit.BatchSignals) -> None:
+        """One JSON line a rollout in ``rollouts/step_N.jsonl``."""
+        types = [RolloutType(code).name for code in signals.types.tolist()]
+        lines = [
+            json.dumps(
+                {"step": self.global_steps, "uid": uid, "reward": reward, "type": kind, "trace": trace.to_dict()},
+                ensure_ascii=False,
+            )
+            for uid, reward, kind, trace in zip(
+                rollouts.uids, rollouts.rewards.tolist(), types, rollouts.traces, strict=True
+            )
+        ]
+        with new_file(self._run_folder() / "rollouts" / f"step_{self.global_steps:06d}.jsonl") as file:
+            file.writelines(line + "\n" for line in lines)
+
+
+class BridgeTrainerSync(SearchTrainerMixin, PPOTrainerSync):
+    """``trainer.v1.trainer_mode=bridge_sync``: verl's synchronous trainer with the methods."""
+
+    verl_mode = "sync"
+
+
+def _read_probe(path: str | None) -> list[tuple[str, list[str]]]:
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"verl_bridge.retriever.probe={path!r} does not exist: give a JSONL file or leave it out"
+        ) from None
+    records = [json.loads(line) for line in lines if line.strip()]
+    return [(record["query"], record["golden_answers"]) for record in records]
