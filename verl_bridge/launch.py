@@ -30,6 +30,5 @@ def cpu_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",
-        "HYDRA_FULL_ERROR": "1",
         "RAY_DEDUP_LOGS": "0",
     }

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+# Before verl is imported, here or in another test module: it chooses its platform once.
+os.environ["VERL_PLATFORM"] = "cpu"
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -29,6 +32,7 @@ def test_platform_has_what_verl_asks_for():
 
 
 def test_engine_methods_we_override():
+    from verl.workers.engine import utils
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
@@ -44,6 +48,10 @@ def test_engine_methods_we_override():
         assert parameters(cls.forward_step) == ["self", "micro_batch", "loss_function", "forward_only"]
     source = inspect.getsource(FSDPEngineWithLMHead.prepare_model_inputs)
     for key in ("input_ids_rmpad_rolled", "temperature_is_one", '"temperature"'):
+        assert key in source
+    # Micro-batches are chosen from these, and outputs keep the order of rows unless use_dynamic_bsz restores it.
+    source = inspect.getsource(utils.prepare_micro_batches) + inspect.getsource(utils.postprocess_batch_func)
+    for key in ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "if use_dynamic_bsz:"):
         assert key in source
     # The only two uses of what _build_fsdp_module sees replaced.
     source = inspect.getsource(FSDPEngine._build_fsdp_module)
@@ -152,11 +160,15 @@ for model_type, name in (("language_model", "CPULanguageModelEngine"), ("value_m
 def test_swap_replaces_every_role_or_refuses():
     from types import SimpleNamespace
 
+    from omegaconf import OmegaConf
     from verl.trainer.ppo.utils import Role
 
     from verl_bridge.integrations.verl.cpu import cpu_worker_classes, swap_cpu_workers
 
-    trainer = SimpleNamespace(role_worker_mapping={Role.ActorRolloutRef: "theirs", Role.Critic: "theirs"})
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "another"}}})
+    trainer = SimpleNamespace(
+        role_worker_mapping={Role.ActorRolloutRef: "theirs", Role.Critic: "theirs"}, config=config
+    )
     swap_cpu_workers(trainer)
     made = {role.name: remote.__ray_actor_class__ for role, remote in trainer.role_worker_mapping.items()}
     classes = cpu_worker_classes()

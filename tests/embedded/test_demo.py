@@ -1,0 +1,133 @@
+"""The demo around the training: arguments, files, figures. The training itself: tests/e2e."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from verl_bridge.embedded import assets, demo
+
+QUESTION = {"id": "1", "question": "capital?", "golden_answers": ["Lima"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"arm": "gcb"}, "--arm 'gcb': choose one of baseline, gca, bridge, bridge_gca"),
+        ({"steps": 0}, "--steps 0"),
+        ({"corpus": "c.jsonl"}, "--corpus without --questions"),
+        ({"questions": "q.jsonl"}, "--questions without --corpus"),
+    ],
+)
+def test_bad_arguments_are_one_message(arguments, message):
+    with pytest.raises(demo.DemoError, match=message):
+        demo.run(**arguments)
+
+
+def test_results_are_never_overwritten(tmp_path):
+    with pytest.raises(demo.DemoError, match="exists already"):
+        demo.run(out=tmp_path)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"--corpus .*none.jsonl does not exist"):
+        demo.run(out=tmp_path / "o", corpus=tmp_path / "none.jsonl", questions=tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        (json.dumps({**QUESTION, "golden_answers": []}), "line 2 has no golden_answers"),
+        (json.dumps({"question": "x"}), "line 2 has no id and no golden_answers"),
+        (json.dumps({**QUESTION, "split": "dev"}), "split='dev': use 'train' or 'validation'"),
+    ],
+)
+def test_bad_questions_are_named_by_line_and_leave_nothing(tmp_path, monkeypatch, line, message):
+    monkeypatch.setenv("VERL_BRIDGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "c.jsonl").write_text(json.dumps({"id": "1", "title": "t", "text": "x"}) + "\n")
+    (tmp_path / "q.jsonl").write_text(json.dumps(QUESTION) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        assets.custom_assets(tmp_path / "c.jsonl", tmp_path / "q.jsonl")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_fixed_share_of_questions_without_split_is_held_out(tmp_path):
+    path = tmp_path / "q.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps({**QUESTION, "id": str(i)}) + "\n" for i in range(2000))
+    first = [record["split"] for record in assets._read_questions(path)]
+    assert first == [record["split"] for record in assets._read_questions(path)]
+    assert 0.17 < first.count("validation") / 2000 < 0.23
+
+
+def test_a_folder_appears_only_when_complete(tmp_path):
+    def fail(folder):
+        (folder / "half").write_text("x")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        assets._once(tmp_path / "made", fail)
+    assert list(tmp_path.iterdir()) == []
+    assets._once(tmp_path / "made", lambda folder: (folder / "whole").write_text("x"))
+    assert (tmp_path / "made" / "whole").read_text() == "x"
+    assets._once(tmp_path / "made", fail)  # it is there: nothing is made again
+
+
+def metrics_file(tmp_path, *records):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in records) + '{"half')
+    return path
+
+
+def validation(em, supcor, hit, recall):
+    values = {"em": em, "supcor": supcor, "tool_hit": hit, "format": 1.0}
+    return {f"val-aux/w/{name}/mean@1": value for name, value in values.items()} | {
+        "val/retrieval/recall_shown": recall,
+        "val/retrieval/recall_top_k": 1.0,
+    }
+
+
+def test_summary_by_hand(tmp_path):
+    steps = [{"timing_s/step": seconds, "timing_s/gca": 0.1} for seconds in (90.0, 10.0, 14.0)]
+    path = metrics_file(
+        tmp_path,
+        (0, validation(0.4, 0.3, 0.5, 0.45)),
+        (1, steps[0]),
+        (2, steps[1]),
+        (3, steps[2] | validation(0.6, 0.45, 0.7, 0.8)),
+    )
+    summary = demo.summarise(path, "w")
+    assert (summary["em_start"], summary["em_end"]) == (0.4, 0.6)
+    assert (summary["grounded_share_start"], summary["grounded_share_end"]) == (
+        pytest.approx(0.75),
+        pytest.approx(0.75),
+    )
+    assert (summary["tool_hit_start"], summary["recall_end"]) == (0.5, 0.8)
+    assert (
+        summary["step_seconds"]["step"] == 12.0 and summary["step_seconds"]["gca"] == 0.1
+    )  # the first step is left out
+    assert summary["step_seconds"]["likelihood"] == 0.0
+    text = demo.table({**summary, "arm": "gca", "steps": 3})
+    assert "EM                 0.400   0.600" in text and "recall@shown       0.450   0.800" in text
+
+
+def test_an_unfinished_run_has_no_summary(tmp_path):
+    with pytest.raises(demo.DemoError, match="holds 1 validations, two are needed"):
+        demo.summarise(metrics_file(tmp_path, (0, validation(0.4, 0.3, 0.5, 0.45))), "w")
+
+
+def test_nothing_right_is_no_grounded_share(tmp_path):
+    path = metrics_file(
+        tmp_path, (0, validation(0.0, 0.0, 0.5, 0.4)), (1, {"timing_s/step": 1.0} | validation(0, 0, 0, 0))
+    )
+    assert demo.summarise(path, "w")["grounded_share_start"] == 0.0
+
+
+def test_a_run_that_fails_says_why_and_keeps_its_log(tmp_path):
+    command = ["python3", "-c", "print('ok'); raise ValueError('no such encoder')"]
+    with pytest.raises(demo.DemoError, match=r"code 1: ValueError: no such encoder\n.*train.log"):
+        demo._train(command, tmp_path, 1, print)
+    assert "no such encoder" in (tmp_path / "train.log").read_text()

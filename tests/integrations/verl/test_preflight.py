@@ -1,0 +1,85 @@
+"""A bad run is stopped before Ray starts, with one line."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from omegaconf import OmegaConf
+
+from verl_bridge.integrations.verl.preflight import Preflight, check_run
+
+
+@pytest.fixture
+def config(tmp_path):
+    corpus, index = tmp_path / "corpus.jsonl", tmp_path / "index"
+    corpus.write_text(json.dumps({"id": "1", "title": "t", "text": "x"}) + "\n")
+    index.mkdir()
+    (index / "manifest.json").write_text(json.dumps({"corpus": {"size": corpus.stat().st_size}}))
+    (tmp_path / "encoder").mkdir()
+    rows = [{"reward_model": {"ground_truth": {"target": ["Lima"]}}, "x": 1}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    parquet.write_table(
+        pa.Table.from_pylist([*rows, {"reward_model": {"ground_truth": {"target": []}}, "x": 1}]),
+        tmp_path / "nogold.parquet",
+    )
+    parquet.write_table(pa.table({"x": [1]}), tmp_path / "nocolumn.parquet")
+    return OmegaConf.create(
+        {
+            "algorithm": {"adv_estimator": "grpo"},
+            "trainer": {"v1": {"trainer_mode": "bridge_sync"}},
+            "data": {"train_files": str(tmp_path / "train.parquet"), "val_files": [str(tmp_path / "train.parquet")]},
+            "actor_rollout_ref": {
+                "actor": {"policy_loss": {"loss_mode": "vanilla"}},
+                "rollout": {"agent": {"default_agent_loop": "verl_bridge_search"}},
+            },
+            "verl_bridge": {
+                "gca": {},
+                "retriever": {"corpus": str(corpus), "index": str(index), "encoder": str(tmp_path / "encoder")},
+            },
+        }
+    )
+
+
+def test_a_good_run_passes_and_its_config_is_left_alone(config):
+    before = OmegaConf.to_container(config)
+    Preflight().on_job_start(config=config, task_function=None)
+    assert OmegaConf.to_container(config) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("verl_bridge.gca.rho", 0.9, "ρ·s·λ_max·c_max ≤ κ is broken"),
+        ("verl_bridge.gca.rhoo", 0.1, "unknown setting verl_bridge.gca.rhoo=0.1.*did you mean 'rho'"),
+        ("verl_bridge.retriever.corpus", "/no/such", "retriever.corpus='/no/such' does not exist"),
+        ("verl_bridge.retriever.encoder", "/no/such", "retriever.encoder='/no/such' does not exist"),
+        ("verl_bridge.retriever.index", None, "retriever.index is not set"),
+        ("data.train_files", "{}/nogold.parquet", "data.train_files: row 1 .*no gold answers"),
+        ("data.val_files", "{}/nocolumn.parquet", "data.val_files=.*no column reward_model"),
+        ("data.val_files", "{}/missing.parquet", "data.val_files=.*does not exist"),
+    ],
+)
+def test_refusals(config, tmp_path, key, value, message):
+    OmegaConf.update(config, key, value.format(tmp_path) if isinstance(value, str) else value, force_add=True)
+    with pytest.raises(ValueError, match=message):
+        check_run(config)
+
+
+def test_an_index_of_another_corpus_is_refused_naming_both_sizes(config, tmp_path):
+    with open(tmp_path / "corpus.jsonl", "a") as file:
+        file.write("\n")
+    with pytest.raises(ValueError, match=r"built from a corpus of 39 bytes, but .* has 40: rebuild"):
+        check_run(config)
+
+
+def test_a_refusal_is_one_line_and_an_exit_code(config, capsys):
+    config.verl_bridge.retriever.index = "/no/such"
+    with pytest.raises(SystemExit) as stopped:
+        Preflight().on_job_start(config=config)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "verl_bridge: verl_bridge.retriever.index='/no/such' does not exist: give the path of the index"
+    ]

@@ -1,0 +1,219 @@
+"""What a demo trains on: corpus, index, questions in verl's columns, probe set. Made once, kept in a cache folder."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VALIDATION_SHARE = 0.2
+WORLD_SOURCES = ("facts.py", "articles.py", "world.py", "assets.py")
+
+
+@dataclass(frozen=True)
+class Assets:
+    """Files of one demo.
+
+    Args:
+        corpus: JSONL of the documents.
+        index: folder of the FAISS index over them.
+        encoder: folder of the sentence encoder.
+        policy: folder of the policy to train.
+        train_file: training questions as verl reads them (parquet).
+        validation_file: held-out questions.
+        probe_file: JSONL of ``{"query", "golden_answers"}``: recall is measured on these.
+        data_source: the name verl groups its validation metrics by.
+    """
+
+    corpus: Path
+    index: Path
+    encoder: Path
+    policy: Path
+    train_file: Path
+    validation_file: Path
+    probe_file: Path
+    data_source: str
+
+
+def cache_dir() -> Path:
+    """``$VERL_BRIDGE_CACHE``, or ``verl_bridge`` in the user's cache folder."""
+    root = os.environ.get("VERL_BRIDGE_CACHE")
+    if root:
+        return Path(root).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "verl_bridge"
+
+
+def embedded_assets(log: Callable[[str], None] = print) -> Assets:
+    """The embedded world's files."""
+    from verl_bridge.embedded import world
+
+    here = Path(__file__).parent
+    folder = cache_dir() / f"world-{_digest(here / name for name in WORLD_SOURCES)}"
+
+    def make(target: Path) -> None:
+        log("building the embedded world (once)")
+        made = world.write_world(target)
+        rows = {"train": [], "validation": []}
+        probe = []
+        for question in made.questions:
+            row = _row("verl_bridge_world", question.id, question.question, question.golden_answers, question.split)
+            rows[question.split].append(row)
+            if question.split == "validation":
+                probe.append({"query": world.probe_query(made, question), "golden_answers": question.golden_answers})
+        _write_questions(target, rows, probe)
+        _build_index(target / "corpus.jsonl", target / "index", world.encoder_dir(), log)
+
+    _once(folder, make)
+    return _assets(folder, folder / "corpus.jsonl", "verl_bridge_world")
+
+
+def custom_assets(corpus: Path, questions: Path, log: Callable[[str], None] = print) -> Assets:
+    """Files for a corpus and questions of the user's own, both JSONL or JSONL.gz.
+
+    Questions need ``id``, ``question`` and ``golden_answers``; without a ``split`` field a fixed fifth is held out.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a question without its fields or without gold answers, or fewer than two questions.
+    """
+    from verl_bridge.embedded import world
+
+    for option, path in (("--corpus", corpus), ("--questions", questions)):
+        if not path.is_file():
+            raise FileNotFoundError(f"{option} {path} does not exist: give a JSONL or JSONL.gz file")
+    folder = cache_dir() / f"data-{_digest([corpus, questions, Path(__file__)])}"
+
+    def make(target: Path) -> None:
+        rows: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
+        probe = []
+        for record in _read_questions(questions):
+            split = record["split"]
+            rows[split].append(
+                _row("verl_bridge_corpus", record["id"], record["question"], record["golden_answers"], split)
+            )
+            if split == "validation":
+                probe.append({"query": record["question"], "golden_answers": record["golden_answers"]})
+        for split, found in rows.items():
+            if not found:
+                raise ValueError(f"--questions {questions}: no question for the {split} split; give more questions")
+        _write_questions(target, rows, probe)
+        if corpus.suffix == ".gz":
+            with gzip.open(corpus, "rb") as packed, open(target / "corpus.jsonl", "wb") as plain:
+                shutil.copyfileobj(packed, plain)
+        _build_index(_plain(corpus, target), target / "index", world.encoder_dir(), log)
+
+    _once(folder, make)
+    return _assets(folder, _plain(corpus, folder), "verl_bridge_corpus")
+
+
+def _plain(corpus: Path, folder: Path) -> Path:
+    """The corpus file that can be read at any offset: itself, or what was unpacked into ``folder``."""
+    return folder / "corpus.jsonl" if corpus.suffix == ".gz" else corpus.resolve()
+
+
+def _assets(folder: Path, corpus: Path, data_source: str) -> Assets:
+    from verl_bridge.embedded.policy import POLICY_DIR
+    from verl_bridge.embedded.world import encoder_dir
+
+    return Assets(
+        corpus=corpus,
+        index=folder / "index",
+        encoder=encoder_dir(),
+        policy=POLICY_DIR,
+        train_file=folder / "train.parquet",
+        validation_file=folder / "validation.parquet",
+        probe_file=folder / "probe.jsonl",
+        data_source=data_source,
+    )
+
+
+def _once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Fill ``folder`` by ``make`` unless it exists; it appears only when complete, also with two makers at a time."""
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        make(temporary)
+        try:
+            os.replace(temporary, folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was first, and made the same
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _row(source: str, identifier: str, question: str, golds: Iterable[str], split: str) -> dict[str, Any]:
+    """One question in the columns of Search-R1's and verl's datasets."""
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": f"Question: {question}\n"}],
+        "ability": "qa",
+        "reward_model": {"style": "rule", "ground_truth": {"target": list(golds)}},
+        "extra_info": {"index": identifier, "split": split, "question": question},
+    }
+
+
+def _write_questions(target: Path, rows: dict[str, list[dict[str, Any]]], probe: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for split, found in rows.items():
+        pq.write_table(pa.Table.from_pylist(found), target / f"{split}.parquet")
+    with open(target / "probe.jsonl", "w", encoding="utf-8") as file:
+        for record in probe:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _build_index(corpus: Path, index: Path, encoder: Path, log: Callable[[str], None]) -> None:
+    """In a process of its own: the caller stays small, and waiting threads do not spin."""
+    from verl_bridge.launch import cpu_environment
+
+    log(f"encoding {corpus} (once)")
+    command = [sys.executable, "-m", "verl_bridge.cli", "index", "build"]
+    arguments = ["--corpus", str(corpus), "--encoder", str(encoder), "--out", str(index)]
+    environment = {**cpu_environment(), "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+    done = subprocess.run(command + arguments, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ValueError(f"no index could be built for {corpus}: {done.stderr.strip().splitlines()[-1]}")
+
+
+def _read_questions(path: Path) -> Iterator[dict[str, Any]]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"--questions {path} line {number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where} is not JSON ({error.msg}): give one object per line") from None
+            missing = [key for key in ("id", "question", "golden_answers") if not record.get(key)]
+            if missing:
+                raise ValueError(f"{where} has no {' and no '.join(missing)}: every question needs all three")
+            golds = record["golden_answers"]
+            record["golden_answers"] = [golds] if isinstance(golds, str) else [str(gold) for gold in golds]
+            share = int(hashlib.sha256(str(record["id"]).encode()).hexdigest()[:8], 16) / 2**32
+            split = record.get("split", "validation" if share < VALIDATION_SHARE else "train")
+            if split not in ("train", "validation"):
+                raise ValueError(f"{where}: split={split!r}: use 'train' or 'validation', or leave it out")
+            yield {**record, "id": str(record["id"]), "split": split}
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]

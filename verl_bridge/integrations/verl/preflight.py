@@ -1,0 +1,88 @@
+"""Checks in the driver, before Ray starts: a bad setting is one line and exit code 2, not a traceback from a worker.
+
+The arms' yaml name :class:`Preflight` as a Hydra callback, so it runs however verl's ``main_ppo`` is launched.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from verl_bridge.config import load_settings
+from verl_bridge.config.schema import ConfigError, RetrieverConfig
+from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config
+
+
+class Preflight(Callback):
+    """Hydra's ``on_job_start``: stop the run with a message when it cannot work."""
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        try:
+            check_run(config)
+        except (ValueError, OSError) as error:
+            print(f"verl_bridge: {error}", file=sys.stderr)
+            # Hydra turns exceptions of a callback into warnings; a run with a bad setting must not go on.
+            raise SystemExit(2) from None
+
+
+def check_run(config: DictConfig) -> None:
+    """Everything about a composed config that can be checked without loading a model.
+
+    Raises:
+        ConfigError: a setting, file or data row the run cannot work with.
+    """
+    settings = load_settings(config)
+    # An unfilled ??? belongs to verl, which names it itself.
+    prepare_config(copy.deepcopy(config), settings, "sync")
+    _check_retriever(settings.retriever)
+    for key in ("train_files", "val_files"):
+        files = config.data.get(key)
+        for file in [files] if isinstance(files, str) else files or []:
+            _check_rows(f"data.{key}", Path(str(file)).expanduser())
+
+
+def _check_retriever(retriever: RetrieverConfig) -> None:
+    for name in ("corpus", "index", "probe"):
+        path = getattr(retriever, name)
+        if path is not None and not Path(path).exists():
+            raise ConfigError(f"verl_bridge.retriever.{name}={path!r} does not exist: give the path of the {name}")
+    encoder = Path(retriever.encoder)
+    if encoder.is_absolute() and not encoder.is_dir():
+        raise ConfigError(
+            f"verl_bridge.retriever.encoder={retriever.encoder!r} does not exist: give a folder or a hub name"
+        )
+    manifest = Path(retriever.index) / "manifest.json"
+    if not manifest.is_file():
+        raise ConfigError(
+            f"verl_bridge.retriever.index={retriever.index!r} holds no manifest.json, so it is not a complete index: "
+            "make one with `verl-bridge index build`"
+        )
+    built = json.loads(manifest.read_text())
+    size = Path(retriever.corpus).stat().st_size
+    if not retriever.corpus.endswith(".gz") and built["corpus"]["size"] != size:
+        raise ConfigError(
+            f"verl_bridge.retriever.index={retriever.index!r} was built from a corpus of {built['corpus']['size']} "
+            f"bytes, but verl_bridge.retriever.corpus={retriever.corpus!r} has {size}: rebuild the index or name the "
+            "corpus it was built from"
+        )
+
+
+def _check_rows(key: str, file: Path) -> None:
+    if file.suffix != ".parquet":
+        return  # verl reads other forms and remote places; the trainer looks at the rows once they are loaded
+    if not file.is_file():
+        raise ConfigError(f"{key}={str(file)!r} does not exist: give the path of a parquet file")
+    import pyarrow.parquet as parquet
+
+    if "reward_model" not in parquet.read_schema(file).names:
+        raise ConfigError(
+            f"{key}={str(file)!r} has no column reward_model and so no gold answers: every row needs "
+            "reward_model={'ground_truth': {'target': ['answer', 'alias', ...]}}"
+        )
+    check_gold_answers(key, parquet.read_table(file, columns=["reward_model"]).to_pylist())
