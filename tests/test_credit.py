@@ -107,11 +107,12 @@ def test_yes_no_questions_are_gated_and_can_be_kept():
     base = torch.tensor([1.0, -1.0])[:, None] * mask
     gated = credit.ground(traces, signals, base, mask, groups, rewards, group_relative=True, settings=GCAConfig())
     assert torch.equal(gated.advantages, base)
-    keep = GCAConfig(yes_no="keep")
+    keep = GCAConfig(enable=True, yes_no="keep")
     kept = credit.ground(traces, signals, base, mask, groups, rewards, group_relative=True, settings=keep)
     # right without evidence, and nobody of the group found any: it leaves the loss
     assert signals.types[0] == RolloutType.D_NOT_RETRIEVABLE and not kept.advantages[0].any()
-    assert credit.teaches_by_reward(signals, GCAConfig()).tolist() == [True, True]
+    assert credit.teaches_by_reward(signals, GCAConfig(enable=True)).tolist() == [True, True]
+    assert credit.teaches_by_reward(signals, GCAConfig(enable=False, yes_no="keep")).tolist() == [True, True]
     assert credit.teaches_by_reward(signals, keep).tolist() == [False, True]
 
 
@@ -125,10 +126,15 @@ def test_trajectory_advantage_of_grpo_is_its_token_advantage_and_else_the_outcom
     torch.testing.assert_close(other, torch.tensor([1.1547, -0.5774, -0.5774]), atol=1e-4, rtol=0)
 
 
-def test_routing_of_the_settings_reaches_the_algorithm():
-    table = credit.routing_table(GCAConfig())
-    assert (table.a, table.b1, table.b2) == ((0.5, -0.5, 0.5), (0.5, -0.5, -1.0), (0.5, -0.25, 0.0))
-    assert (table.c, table.d_retrievable) == ((0.0, 0.0, 0.0), (0.0, -0.25, -0.5))
+def test_trajectory_advantage_of_lone_rollouts_and_of_equal_rewards():
+    mask = torch.ones(6, 2)
+    # verl's GRPO hands a lone rollout its reward, and equal rewards the rounding error of their mean
+    verl = torch.tensor([1.0, 0.0, 1.0, 0.0, -0.056, -0.056])[:, None] * mask
+    rewards, groups = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.8, 0.8]), torch.tensor([0, 1, 2, 3, 4, 4])
+    found = credit.trajectory_advantages("grpo", verl, mask, rewards, groups)
+    assert found[4:].tolist() == [0.0, 0.0]
+    standard = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    torch.testing.assert_close(found[:4], standard[:4])
 
 
 def test_search_metrics_by_hand():

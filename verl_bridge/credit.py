@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_bridge.algorithms.bridge import standardised_outcome
 from verl_bridge.algorithms.gca import GCAResult, RoutingTable, grounded_advantages
-from verl_bridge.algorithms.grounding import RolloutType, TurnTable, rollout_types, segment_map
+from verl_bridge.algorithms.grounding import Groups, RolloutType, TurnTable, rollout_types, segment_map
 from verl_bridge.config.schema import GCAConfig
 from verl_bridge.qa.signals import rollout_signals
 from verl_bridge.trace import SearchTrace
@@ -29,6 +29,9 @@ GROUP_RELATIVE = frozenset(
         "reinforce_plus_plus_baseline",
         "opo",
         "gpg",
+        "gdpo",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
     }
 )
 
@@ -83,7 +86,7 @@ def ground(
         rewards,
         group_relative=group_relative,
         gated_rows=signals.yes_no if settings.yes_no == "gate" else None,
-        routing=routing_table(settings),
+        routing=RoutingTable(**settings.routing_rows()),
         rho=settings.rho,
         scale=settings.s,
         kappa=settings.kappa,
@@ -91,32 +94,30 @@ def ground(
     )
 
 
-def routing_table(settings: GCAConfig) -> RoutingTable:
-    """The settings' λ by type name as the algorithm's table."""
-
-    def row(name: str) -> tuple[float, float, float]:
-        entry = settings.routing[name]
-        return entry["VSEARCH"], entry["RSEARCH"], entry["ANS"]
-
-    return RoutingTable(a=row("A"), b1=row("B1"), b2=row("B2"), c=row("C"), d_retrievable=row("D"))
-
-
 def trajectory_advantages(
     base_estimator: str, advantages: Tensor, response_mask: Tensor, rewards: Tensor, group_index: Tensor
 ) -> Tensor:
     """A_i of BRIDGE's RL credit, ``(batch,)``: GRPO's advantage, or the standardised outcome for other bases [ours].
 
-    GRPO gives every sampled token of a rollout the same advantage, so the first one's is the trajectory's.
+    GRPO gives every sampled token of a rollout the same advantage, so the first one's is the trajectory's. A group of
+    one is standardised over the batch, and a group of equal rewards gets exactly 0 [ours]: verl's own leaves the first
+    as it is and the second at the rounding error of its mean.
     """
-    if base_estimator in ("grpo", "grpo_vectorized"):
-        sampled = response_mask.bool()
-        first = sampled.to(torch.int64).argmax(dim=-1, keepdim=True)
-        return torch.where(sampled.any(dim=-1), advantages.gather(-1, first).squeeze(-1), 0.0)
-    return standardised_outcome(rewards, group_index)
+    outcome = standardised_outcome(rewards, group_index)
+    if base_estimator not in ("grpo", "grpo_vectorized"):
+        return outcome
+    sampled = response_mask.bool()
+    first = sampled.to(torch.int64).argmax(dim=-1, keepdim=True)
+    own = torch.where(sampled.any(dim=-1), advantages.gather(-1, first).squeeze(-1), 0.0)
+    groups = Groups.of(group_index)
+    says = (groups.sizes > 1) & ~groups.zero_variance(rewards)
+    return torch.where(says[groups.row_group], own, outcome)
 
 
 def teaches_by_reward(signals: BatchSignals, settings: GCAConfig) -> Tensor:
     """Rollouts whose reward says something about retrieval, ``(batch,)`` bool: not those GCA takes out of the loss."""
+    if not settings.enable:
+        return torch.ones_like(signals.hit)
     left = signals.types == RolloutType.D_NOT_RETRIEVABLE
     return ~(left & ~signals.yes_no) if settings.yes_no == "gate" else ~left
 

@@ -24,7 +24,6 @@ class Run:
     """A finished training and what its probe wrote, by step."""
 
     def __init__(self, folder: Path, command: list[str], steps: int) -> None:
-        folder.mkdir(parents=True)
         os.environ["PROBE_FILE"] = str(folder / "probe.jsonl")
         demo._train(command, folder, steps, print)
         self.folder = folder
@@ -54,6 +53,8 @@ def start(tmp_path_factory):
 
     def run(name: str, arm: str, steps: int, *overrides: str) -> Run:
         folder = root / name
+        folder.mkdir(parents=True)
+        demo.hold_out(assets, SMALL, folder)
         command = demo.training_command(assets, SMALL, arm, steps, 0, folder)
         return Run(folder, [*command, "trainer.v1.trainer_mode=probe_sync", *overrides], steps)
 

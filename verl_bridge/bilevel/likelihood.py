@@ -12,13 +12,13 @@ import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from verl_bridge.qa.actions import format_observation
+from verl_bridge.qa.actions import OBSERVATION_TAIL, format_observation
 from verl_bridge.retrieval.corpus import Document
 
 Tokenizer = Callable[[str], Sequence[int]]
 """Text to token ids, without special tokens around it."""
 
-_BLOCK_END = "</information>\n\n<answer>"
+_BLOCK_END = OBSERVATION_TAIL + "<answer>"
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,8 @@ class RetrieverConfig:
     lora_rank: int = _option(16, "Rank of the query adapter [paper].", low=1)
     url: str | None = _option(None, "Address of a retrieval server.", fixed="serving over the network is not built yet")
     actor_name: str = _option("verl_bridge_retriever", "Name of the Ray actor that serves the retriever in a job.")
+    threads: int = _option(1, "CPU threads of the retriever's encoder and search [ours].", low=1)
+    load_timeout: float = _option(300.0, "Seconds the retriever may take to load corpus, index and encoder.", low=1)
     replicas: int = _option(1, "Copies of the retriever.", low=1, fixed="more than one copy is not built yet")
 
 
@@ -208,6 +210,7 @@ class VerlBridgeConfig:
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    trace_interval: int = _option(1, "Save the traces of every so many steps; 0 saves none.", low=0)
     run_dir: str | None = _option(
         None, "Folder for saved traces and the trained adapter. null: verl_bridge/ in trainer.default_local_dir."
     )
@@ -215,8 +218,9 @@ class VerlBridgeConfig:
     def __post_init__(self) -> None:
         for name in SECTIONS:
             _check_section(f"verl_bridge.{name}", getattr(self, name))
-        if self.run_dir is not None and not isinstance(self.run_dir, str):
-            raise ConfigError(f"verl_bridge.run_dir={self.run_dir!r} is not of type str")
+        for option in fields(self):
+            if option.name in TOP_LEVEL:
+                _check_value(f"verl_bridge.{option.name}", getattr(self, option.name), option)
         _check_routing(self.gca)
         if self.retriever.top_k < self.retriever.shown:
             raise ConfigError(
@@ -228,7 +232,7 @@ class VerlBridgeConfig:
     def from_mapping(cls, settings: Mapping[str, Any] | None) -> VerlBridgeConfig:
         """Check and build from plain containers (``OmegaConf.to_container(..., resolve=True)``); None: defaults."""
         settings = _mapping("verl_bridge", settings)
-        _check_keys("verl_bridge", settings, [*SECTIONS, "run_dir"])
+        _check_keys("verl_bridge", settings, [*SECTIONS, *TOP_LEVEL])
         sections = {}
         for name, section in SECTIONS.items():
             key = f"verl_bridge.{name}"
@@ -242,7 +246,7 @@ class VerlBridgeConfig:
                 if options[option].type == "float" and type(value) is int:
                     values[option] = float(value)
             sections[name] = section(**values)
-        return cls(**sections, run_dir=settings.get("run_dir"))
+        return cls(**sections, **{name: settings[name] for name in TOP_LEVEL if name in settings})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers; the inverse of :meth:`from_mapping`."""
@@ -255,6 +259,8 @@ SECTIONS: dict[str, type] = {
     "retriever": RetrieverConfig,
     "agent": AgentConfig,
 }
+
+TOP_LEVEL = ("trace_interval", "run_dir")
 
 _TYPES = {"bool": bool, "int": int, "float": float, "str": str}
 

@@ -169,7 +169,9 @@ def _write_questions(target: Path, rows: dict[str, list[dict[str, Any]]], probe:
     import pyarrow.parquet as pq
 
     for split, found in rows.items():
-        pq.write_table(pa.Table.from_pylist(found), target / f"{split}.parquet")
+        # In an order that mixes the kinds of questions, so that the first so many stand for all.
+        mixed = sorted(found, key=lambda row: hashlib.sha256(row["extra_info"]["index"].encode()).digest())
+        pq.write_table(pa.Table.from_pylist(mixed), target / f"{split}.parquet")
     with open(target / "probe.jsonl", "w", encoding="utf-8") as file:
         for record in probe:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -105,6 +105,7 @@ def run(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     ready = time.monotonic()
+    hold_out(assets, sizes, work)
     log(f"training {arm} for {steps} steps (seed {seed}); log: {work / 'train.log'}")
     peak = _train(training_command(assets, sizes, arm, steps, seed, work), work, steps, log)
     summary = {
@@ -125,6 +126,14 @@ def run(
     return summary
 
 
+def hold_out(assets: Assets, sizes: Sizes, work: Path) -> None:
+    """Write the run's held-out questions: the same ones for every arm and seed."""
+    import pyarrow.parquet as parquet
+
+    questions = parquet.read_table(assets.validation_file)
+    parquet.write_table(questions.slice(0, sizes.validation), work / "validation.parquet")
+
+
 def training_command(assets: Assets, sizes: Sizes, arm: str, steps: int, seed: int, work: Path) -> list[str]:
     """verl's own entry point with the arm's one key, the CPU host and the demo's data; all the rest is verl's."""
     settings = {
@@ -132,8 +141,7 @@ def training_command(assets: Assets, sizes: Sizes, arm: str, steps: int, seed: i
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
         "data.train_files": assets.train_file,
-        "data.val_files": assets.validation_file,
-        "data.val_max_samples": sizes.validation,
+        "data.val_files": work / "validation.parquet",
         "data.train_batch_size": sizes.questions,
         "data.max_prompt_length": sizes.prompt_tokens,
         "data.max_response_length": sizes.response_tokens,

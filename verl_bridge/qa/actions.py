@@ -31,8 +31,13 @@ CORRECTION = (
 )
 #: What the model reads when the retriever failed: no information block, so nothing looks like evidence.
 RETRIEVAL_FAILED = "\n\nThe search failed and brought no documents. Try again or answer from what is known.\n\n"
+#: What the model reads when the retriever answered and had nothing.
+NOTHING_FOUND = "\n\nThe search found no documents. Try other words or answer from what is known.\n\n"
+#: Around the documents of an observation.
+OBSERVATION_HEAD, OBSERVATION_TAIL = "\n\n<information>", "</information>\n\n"
 
 _TAG = re.compile(r"<(/?)(think|search|answer|information)>")
+_CALL_TAG = re.compile(r"</?tool_call>")  # no action of this grammar, but a structural literal all the same
 _DOCUMENT_HEAD = re.compile(r"^Doc \d+\(Title: ", re.MULTILINE)
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _WINDOW = 8  # tokens; a character has at most four bytes, so a window of undecodable tokens can be split by then
@@ -93,7 +98,7 @@ def format_observation(documents: Sequence[Document]) -> str:
         f"Doc {i}(Title: {_without_tags(document.title)}) {_without_tags(document.text)}"
         for i, document in enumerate(documents, start=1)
     )
-    return "\n\n<information>" + "\n".join(lines) + "</information>\n\n"
+    return OBSERVATION_HEAD + "\n".join(lines) + OBSERVATION_TAIL
 
 
 def observed_text(observation: str) -> str:
@@ -204,7 +209,9 @@ def read_turn(tokenizer: Any, ids: Sequence[int]) -> TurnTokens:
     offsets = token_offsets(tokenizer, ids)
     action = parse_action(decode(tokenizer, ids))
     content = (action.content_start, action.content_end)
-    kept, content_span, *tag_spans = char_spans_to_token_spans(offsets, [(0, action.end), content, *action.tags])
+    calls = [tag.span() for tag in _CALL_TAG.finditer(decode(tokenizer, ids), 0, action.end)]
+    spans = [(0, action.end), content, *action.tags, *calls]
+    kept, content_span, *tag_spans = char_spans_to_token_spans(offsets, spans)
     special = set(tokenizer.all_special_ids)
     control = [(i, i + 1) for i, token in enumerate(ids[: kept[1]]) if token in special]
     return TurnTokens(action, kept[1], tuple(sorted({*tag_spans, *control})), content_span)

@@ -62,25 +62,36 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
                 yield row
 
 
+def gold_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """The gold answers of a row: ``golden_answers``, or verl's ``reward_model.ground_truth.target``; text or a list.
+
+    Raises:
+        ValueError: no gold answers, or one that is not text or blank; names the row by ``where`` and the fix.
+    """
+    golds = row.get("golden_answers")
+    if golds is None:
+        truth = (row.get("reward_model") or {}).get("ground_truth")
+        golds = truth.get("target") if isinstance(truth, Mapping) else truth
+    golds = [golds] if isinstance(golds, str) else golds
+    # verl hands columns on as lists, arrays or tuples
+    found = [] if golds is None or isinstance(golds, Mapping) or not hasattr(golds, "__iter__") else list(golds)
+    if not found or not all(isinstance(gold, str) and gold.strip() for gold in found):
+        raise ValueError(
+            f"{where} has gold answers {golds!r}: give at least one non-empty string in 'golden_answers' "
+            "(or reward_model.ground_truth.target), or leave the row out"
+        )
+    return tuple(found)
+
+
 def _parse(row: Any, where: str, number: int) -> Question:
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is not an object: write {{id, question, golden_answers}}")
     question = row.get("question") or (row.get("extra_info") or {}).get("question")
     if question is None and row.get("prompt"):
         question = row["prompt"][-1]["content"]  # verl's chat-form prompt
-    golds = row.get("golden_answers")
-    if golds is None:  # verl's columns: reward_model = {"ground_truth": {"target": [...]}}
-        truth = (row.get("reward_model") or {}).get("ground_truth")
-        golds = truth.get("target") if isinstance(truth, Mapping) else truth
-    golds = [golds] if isinstance(golds, str) else golds
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where} has no question: fill 'question' with text")
-    if not isinstance(golds, list) or not golds or not all(isinstance(g, str) and g.strip() for g in golds):
-        raise ValueError(
-            f"{where} has golden_answers={golds!r}: give at least one non-empty string in 'golden_answers' "
-            "(or reward_model.ground_truth.target), or leave the row out"
-        )
-    return Question(str(row.get("id", number - 1)), question, tuple(golds))
+    return Question(str(row.get("id", number - 1)), question, gold_answers(row, where))
 
 
 def read_questions(path: str | os.PathLike) -> list[Question]:

@@ -12,11 +12,19 @@ from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_con
 PATHS = {"encoder": "e", "index": "i", "corpus": "c"}
 
 
-def config(estimator="grpo", gca=None, loss="vanilla", loop="verl_bridge_search", retriever=PATHS):
+def config(
+    estimator="grpo",
+    gca=None,
+    loss="vanilla",
+    loop="verl_bridge_search",
+    retriever=PATHS,
+    mode="bridge_sync",
+    use_v1=True,
+):
     return OmegaConf.create(
         {
             "algorithm": {"adv_estimator": estimator},
-            "trainer": {"v1": {"trainer_mode": "bridge_sync"}},
+            "trainer": {"use_v1": use_v1, "v1": {"trainer_mode": mode}},
             "actor_rollout_ref": {
                 "actor": {"policy_loss": {"loss_mode": loss}},
                 "rollout": {"agent": {"default_agent_loop": loop}},
@@ -50,8 +58,15 @@ def test_verl_sees_its_own_names(estimator, gca, base):
     [
         ({"retriever": {**PATHS, "index": None}}, "verl_bridge.retriever.index is not set.*index build"),
         ({"estimator": "gca"}, "adv_estimator=gca but verl_bridge.gca.enable=false"),
-        ({"gca": {"base_estimator": "gca"}}, "base_estimator='gca'.*such as grpo"),
+        (
+            {"gca": {"enable": True, "base_estimator": "gca"}},
+            "base_estimator='gca' is no advantage estimator of verl's.*grpo",
+        ),
         ({"gca": {"enable": True}, "loss": "clip_cov"}, "loss_mode=clip_cov.*vanilla or gspo"),
+        ({"estimator": "grop"}, "algorithm.adv_estimator='grop' is no advantage estimator"),
+        ({"gca": {"base_estimator": "rloo"}}, "base_estimator='rloo' with verl_bridge.gca.enable=false"),
+        ({"mode": "colocate_async"}, "trainer_mode=colocate_async is verl's own trainer: set it to bridge_sync"),
+        ({"use_v1": False}, "trainer.use_v1=false.*trainer.use_v1=true"),
         ({"loop": "tool_agent"}, "default_agent_loop=tool_agent.*verl_bridge_search"),
     ],
 )
@@ -72,7 +87,9 @@ def test_rows_with_gold_answers_pass():
     check_gold_answers("data.train_files", [row(["Lima"]), row("Lima"), {"reward_model": {"ground_truth": "Lima"}}])
 
 
-@pytest.mark.parametrize("bad", [row([]), row(None), row([" "]), row(""), {"reward_model": None}, {}])
+@pytest.mark.parametrize(
+    "bad", [row([]), row(None), row([" "]), row(["", "x"]), row(""), row([1914]), {"reward_model": None}, {}]
+)
 def test_the_first_row_without_gold_answers_is_named(bad):
-    with pytest.raises(ConfigError, match=r"data.val_files: row 1 .*no gold answers.*target"):
+    with pytest.raises(ConfigError, match=r"data.val_files: row 1 has gold answers .*target"):
         check_gold_answers("data.val_files", [row(["Lima"]), bad, row(["x"])])

@@ -17,7 +17,7 @@ def config(tmp_path):
     corpus, index = tmp_path / "corpus.jsonl", tmp_path / "index"
     corpus.write_text(json.dumps({"id": "1", "title": "t", "text": "x"}) + "\n")
     index.mkdir()
-    (index / "manifest.json").write_text(json.dumps({"corpus": {"size": corpus.stat().st_size}}))
+    (index / "manifest.json").write_text(json.dumps({"corpus": {"size": corpus.stat().st_size}, "passage_prefix": ""}))
     (tmp_path / "encoder").mkdir()
     rows = [{"reward_model": {"ground_truth": {"target": ["Lima"]}}, "x": 1}]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
@@ -29,7 +29,7 @@ def config(tmp_path):
     return OmegaConf.create(
         {
             "algorithm": {"adv_estimator": "grpo"},
-            "trainer": {"v1": {"trainer_mode": "bridge_sync"}},
+            "trainer": {"use_v1": True, "v1": {"trainer_mode": "bridge_sync"}},
             "data": {"train_files": str(tmp_path / "train.parquet"), "val_files": [str(tmp_path / "train.parquet")]},
             "actor_rollout_ref": {
                 "actor": {"policy_loss": {"loss_mode": "vanilla"}},
@@ -56,8 +56,10 @@ def test_a_good_run_passes_and_its_config_is_left_alone(config):
         ("verl_bridge.gca.rhoo", 0.1, "unknown setting verl_bridge.gca.rhoo=0.1.*did you mean 'rho'"),
         ("verl_bridge.retriever.corpus", "/no/such", "retriever.corpus='/no/such' does not exist"),
         ("verl_bridge.retriever.encoder", "/no/such", "retriever.encoder='/no/such' does not exist"),
+        ("verl_bridge.retriever.passage_prefix", "passage: ", "passage_prefix='passage: ', but the index .* with ''"),
+        ("verl_bridge.retriever.probe", "{}/train.parquet", "retriever.probe=.*(line 1|decode)"),
         ("verl_bridge.retriever.index", None, "retriever.index is not set"),
-        ("data.train_files", "{}/nogold.parquet", "data.train_files: row 1 .*no gold answers"),
+        ("data.train_files", "{}/nogold.parquet", r"data.train_files: row 1 has gold answers \[\]"),
         ("data.val_files", "{}/nocolumn.parquet", "data.val_files=.*no column reward_model"),
         ("data.val_files", "{}/missing.parquet", "data.val_files=.*does not exist"),
     ],

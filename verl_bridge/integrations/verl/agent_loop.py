@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from uuid import uuid4
 
+from ray.exceptions import RayError
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.utils.profiler import simple_timer
 
 from verl_bridge.config import load_settings
-from verl_bridge.qa.actions import CORRECTION, RETRIEVAL_FAILED, decode, format_observation, read_turn
+from verl_bridge.qa.actions import (
+    CORRECTION,
+    NOTHING_FOUND,
+    OBSERVATION_HEAD,
+    OBSERVATION_TAIL,
+    RETRIEVAL_FAILED,
+    decode,
+    format_observation,
+    read_turn,
+)
+from verl_bridge.qa.questions import gold_answers
 from verl_bridge.retrieval.actor import get_retriever
 from verl_bridge.retrieval.corpus import Document
 from verl_bridge.trace import SearchTrace, SearchTurn, Span, StopReason
@@ -25,8 +36,6 @@ from verl_bridge.trace import SearchTrace, SearchTurn, Span, StopReason
 logger = logging.getLogger(__name__)
 
 STOP_TAGS = ("</search>", "</answer>")
-NOTHING_FOUND = "\n\nThe search found no documents. Try other words or answer from what is known.\n\n"
-OBSERVATION_HEAD, OBSERVATION_TAIL = "\n\n<information>", "</information>\n\n"
 
 
 @dataclass
@@ -66,6 +75,11 @@ class SearchAgentLoop(AgentLoopBase):
         ids = [self.tokenizer.encode(tag, add_special_tokens=False) for tag in STOP_TAGS]
         if all(len(tag) == 1 for tag in ids):
             self.stop_params: dict[str, Any] = {"stop_token_ids": [tag[0] for tag in ids]}
+        elif self.rollout_config.get("name") == "sglang":
+            raise ValueError(
+                "actor_rollout_ref.rollout.name=sglang cannot stop on text in verl, and this tokenizer spells "
+                f"{', '.join(STOP_TAGS)} with several tokens: use vllm, or a tokenizer with the tags as tokens"
+            )
         else:
             self.stop_params = {"stop": list(STOP_TAGS), "include_stop_str_in_output": True}
 
@@ -137,7 +151,7 @@ class SearchAgentLoop(AgentLoopBase):
             response.observed([self.tokenizer.eos_token_id])
         trace = SearchTrace(
             question=_question(kwargs, messages),
-            golden_answers=_golden_answers(kwargs),
+            golden_answers=gold_answers({"reward_model": kwargs.get("reward_model")}, "a question of the dataset"),
             turns=tuple(response.turns),
             answer=answer,
             answer_span=answer_span,
@@ -156,10 +170,13 @@ class SearchAgentLoop(AgentLoopBase):
 
     async def _search(self, query: str) -> tuple[dict[str, Any], str]:
         """Ask the retriever: the turn's retrieval fields and the observation's text."""
-        result = await _retriever(self.retriever_name).search.remote([query])
-        found = result[0]
-        if found["error"] is not None:
-            logger.warning("retrieval failed for one query: %s", found["error"])
+        try:
+            found = (await _retriever(self.retriever_name).search.remote([query]))[0]
+            failure = found["error"]
+        except RayError as error:
+            failure = error
+        if failure is not None:
+            logger.warning("the retrieval for %r failed: %s", query[:200], failure)
             return {"query": query, "status": "error"}, RETRIEVAL_FAILED
         documents = [Document(**document) for document in found["documents"][: self.shown]]
         if not documents:
@@ -179,18 +196,18 @@ class SearchAgentLoop(AgentLoopBase):
 
         The head of the passages is kept and the block is closed again, so a cut never loses ``</information>``.
         """
-        encode = self.tokenizer.encode
-        ids = encode(text, add_special_tokens=False)
+        encode = partial(encode_text, self.tokenizer)
+        ids = encode(text)
         limit = self.agent.observation_tokens
         if len(ids) <= limit:
             return ids, text
         if not text.startswith(OBSERVATION_HEAD):
             ids = ids[:limit]
             return ids, decode(self.tokenizer, ids)
-        head = encode(OBSERVATION_HEAD, add_special_tokens=False)
-        tail = encode(OBSERVATION_TAIL, add_special_tokens=False)
+        head = encode(OBSERVATION_HEAD)
+        tail = encode(OBSERVATION_TAIL)
         body = text[len(OBSERVATION_HEAD) : -len(OBSERVATION_TAIL)]
-        body_ids = encode(body, add_special_tokens=False)[: max(0, limit - len(head) - len(tail))]
+        body_ids = encode(body)[: max(0, limit - len(head) - len(tail))]
         kept = decode(self.tokenizer, body_ids)
         return head + body_ids + tail, OBSERVATION_HEAD + kept + OBSERVATION_TAIL
 
@@ -201,18 +218,11 @@ def _retriever(name: str) -> Any:
     return get_retriever(name)
 
 
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of text that a corpus had a part in: control tokens spelt out in it stay text."""
+    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+
 def _question(kwargs: dict[str, Any], messages: list[dict[str, Any]]) -> str:
     question = (kwargs.get("extra_info") or {}).get("question")
     return str(question) if question else str(messages[-1]["content"])
-
-
-def _golden_answers(kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """Search-R1's column ``reward_model.ground_truth.target``: a string or a list of aliases."""
-    truth = (kwargs.get("reward_model") or {}).get("ground_truth")
-    target = truth.get("target") if isinstance(truth, dict) else truth
-    if target is None or (not isinstance(target, str) and len(target) == 0):
-        raise ValueError(
-            f"reward_model.ground_truth={truth!r} holds no gold answers: "
-            "give every row reward_model={'ground_truth': {'target': ['answer', 'alias', ...]}}"
-        )
-    return (target,) if isinstance(target, str) else tuple(str(alias) for alias in target)

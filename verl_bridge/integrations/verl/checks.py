@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, open_dict
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
 from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.config.schema import ConfigError
-from verl_bridge.plugin import AGENT_LOOP, ESTIMATOR
+from verl_bridge.plugin import AGENT_LOOP, ESTIMATOR, TRAINER
+from verl_bridge.qa.questions import gold_answers
 
+VERL_MODES = ("sync", "colocate_async", "separate_async")
 #: Policy losses that average or branch on advantages again, so that a token's residual would not reach its gradient.
 UNFIT_LOSSES = ("geo_mean", "clip_cov", "kl_cov")
 
@@ -30,15 +34,28 @@ def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: st
                 f"verl_bridge.retriever.{name} is not set: give its path "
                 "(`verl-bridge index build` makes an index from a corpus and an encoder)"
             )
+    if not config.trainer.use_v1:
+        raise ConfigError("trainer.use_v1=false: the methods need verl's V1 trainer, set trainer.use_v1=true")
+    mode = config.trainer.v1.trainer_mode
+    if mode in VERL_MODES:
+        raise ConfigError(f"trainer.v1.trainer_mode={mode} is verl's own trainer: set it to {TRAINER}")
     asked = str(config.algorithm.adv_estimator)
     if asked == ESTIMATOR and not settings.gca.enable:
         raise ConfigError(
             f"algorithm.adv_estimator={ESTIMATOR} but verl_bridge.gca.enable=false: set verl_bridge.gca.enable=true "
             "or name another estimator"
         )
-    base = settings.gca.base_estimator or ("grpo" if asked == ESTIMATOR else asked)
-    if base == ESTIMATOR:
-        raise ConfigError(f"verl_bridge.gca.base_estimator={base!r}: it needs an estimator to build on, such as grpo")
+    named = settings.gca.base_estimator
+    if named is not None and not settings.gca.enable:
+        raise ConfigError(
+            f"verl_bridge.gca.base_estimator={named!r} with verl_bridge.gca.enable=false would change the recipe's "
+            "own estimator: set algorithm.adv_estimator instead"
+        )
+    base = named or ("grpo" if asked == ESTIMATOR else asked)
+    known = sorted(set(ADV_ESTIMATOR_REGISTRY) - {ESTIMATOR})
+    if base not in known:
+        key = "algorithm.adv_estimator" if named is None else "verl_bridge.gca.base_estimator"
+        raise ConfigError(f"{key}={base!r} is no advantage estimator of verl's: choose one of {', '.join(known)}")
     loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     if settings.gca.enable and loss in UNFIT_LOSSES:
         raise ConfigError(
@@ -57,13 +74,32 @@ def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: st
     return base
 
 
-def check_gold_answers(key: str, rows: Iterable[dict[str, Any]]) -> None:
+def check_gold_answers(key: str, rows: Iterable[Mapping[str, Any]]) -> None:
     """Raise ConfigError at the first row of a dataset without gold answers in Search-R1's column."""
     for number, row in enumerate(rows):
-        truth = (row.get("reward_model") or {}).get("ground_truth")
-        target = truth.get("target") if isinstance(truth, dict) else truth
-        if target is None or len(target) == 0 or (not isinstance(target, str) and not any(map(str.strip, target))):
-            raise ConfigError(
-                f"{key}: row {number} has reward_model.ground_truth={truth!r} and so no gold answers: every row needs "
-                "reward_model={'ground_truth': {'target': ['answer', 'alias', ...]}}"
-            )
+        try:
+            gold_answers(row, f"{key}: row {number}")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+def read_probe(path: str | None) -> list[tuple[str, list[str]]]:
+    """(query, golden answers) of each line of a JSONL file. Raises ConfigError that names the line."""
+    if path is None:
+        return []
+    probe: list[tuple[str, list[str]]] = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                record = json.loads(line)
+                if not isinstance(record, dict) or not isinstance(record.get("query"), str):
+                    raise ValueError("it has no query")
+                probe.append((record["query"], list(gold_answers(record, "it"))))
+    except FileNotFoundError:
+        raise ConfigError(f"verl_bridge.retriever.probe={path!r} does not exist: give a JSONL file, or null") from None
+    except ValueError as error:  # bad JSON, bad UTF-8, no query, no gold answers
+        raise ConfigError(
+            f"verl_bridge.retriever.probe={path!r} line {len(probe) + 1}: {error}; "
+            'write one {"query": …, "golden_answers": […]} a line'
+        ) from None
+    return probe

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from verl_bridge.config import load_settings
 from verl_bridge.config.schema import ConfigError, RetrieverConfig
-from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config
+from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config, read_probe
 
 
 class Preflight(Callback):
@@ -25,9 +25,10 @@ class Preflight(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         try:
             check_run(config)
-        except (ValueError, OSError) as error:
-            print(f"verl_bridge: {error}", file=sys.stderr)
-            # Hydra turns exceptions of a callback into warnings; a run with a bad setting must not go on.
+        except Exception as error:
+            # Hydra turns any exception of a callback into a warning; a run that fails its checks must not go on.
+            known = isinstance(error, (ValueError, OSError))
+            print(f"verl_bridge: {error if known else repr(error)}", file=sys.stderr)
             raise SystemExit(2) from None
 
 
@@ -44,11 +45,13 @@ def check_run(config: DictConfig) -> None:
     for key in ("train_files", "val_files"):
         files = config.data.get(key)
         for file in [files] if isinstance(files, str) else files or []:
-            _check_rows(f"data.{key}", Path(str(file)).expanduser())
+            if "://" not in str(file):  # verl fetches remote files; the trainer looks at their rows
+                _check_rows(f"data.{key}", Path(str(file)).expanduser())
 
 
 def _check_retriever(retriever: RetrieverConfig) -> None:
-    for name in ("corpus", "index", "probe"):
+    read_probe(retriever.probe)
+    for name in ("corpus", "index"):
         path = getattr(retriever, name)
         if path is not None and not Path(path).exists():
             raise ConfigError(f"verl_bridge.retriever.{name}={path!r} does not exist: give the path of the {name}")
@@ -64,18 +67,24 @@ def _check_retriever(retriever: RetrieverConfig) -> None:
             "make one with `verl-bridge index build`"
         )
     built = json.loads(manifest.read_text())
-    size = Path(retriever.corpus).stat().st_size
-    if not retriever.corpus.endswith(".gz") and built["corpus"]["size"] != size:
+    prefix = built.get("passage_prefix", "")
+    if prefix != retriever.passage_prefix:
         raise ConfigError(
-            f"verl_bridge.retriever.index={retriever.index!r} was built from a corpus of {built['corpus']['size']} "
-            f"bytes, but verl_bridge.retriever.corpus={retriever.corpus!r} has {size}: rebuild the index or name the "
-            "corpus it was built from"
+            f"verl_bridge.retriever.passage_prefix={retriever.passage_prefix!r}, but the index "
+            f"{retriever.index!r} was built with {prefix!r}: set the one it was built with, or rebuild it"
+        )
+    made_from, size = built.get("corpus", {}).get("size"), Path(retriever.corpus).stat().st_size
+    if not retriever.corpus.endswith(".gz") and made_from != size:
+        raise ConfigError(
+            f"verl_bridge.retriever.index={retriever.index!r} was built from a corpus of {made_from} bytes, but "
+            f"verl_bridge.retriever.corpus={retriever.corpus!r} has {size}: rebuild the index or name the corpus it "
+            "was built from"
         )
 
 
 def _check_rows(key: str, file: Path) -> None:
     if file.suffix != ".parquet":
-        return  # verl reads other forms and remote places; the trainer looks at the rows once they are loaded
+        return  # verl reads other forms; the trainer looks at the rows once they are loaded
     if not file.is_file():
         raise ConfigError(f"{key}={str(file)!r} does not exist: give the path of a parquet file")
     import pyarrow.parquet as parquet

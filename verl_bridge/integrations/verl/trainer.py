@@ -24,15 +24,15 @@ from verl_bridge.algorithms.grounding import RolloutType, grounding_metrics
 from verl_bridge.bilevel.likelihood import RetrievalTurn, plan_likelihoods
 from verl_bridge.bilevel.updater import RetrieverBatch, RetrieverUpdater
 from verl_bridge.config import VerlBridgeConfig, load_settings
-from verl_bridge.config.schema import ConfigError
 from verl_bridge.files import new_file
-from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config
+from verl_bridge.integrations.verl.agent_loop import encode_text
+from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config, read_probe
 from verl_bridge.integrations.verl.rollouts import RolloutBatch, read_rollouts, write_advantages
 from verl_bridge.integrations.verl.scoring import score_answers
 from verl_bridge.qa.answers import alias_hit
 from verl_bridge.qa.signals import tool_use_warning
 from verl_bridge.retrieval.actor import start_retriever
-from verl_bridge.retrieval.corpus import Corpus
+from verl_bridge.retrieval.corpus import Document
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class SearchTrainerMixin:
     def __init__(self, config: DictConfig) -> None:
         self.settings = load_settings(config)
         self.base_estimator = prepare_config(config, self.settings, self.verl_mode)
-        retriever = self.settings.retriever
+        retriever, seed = self.settings.retriever, config.data.get("seed") or 0
         self.retriever = start_retriever(
             retriever.actor_name,
             corpus=retriever.corpus,
@@ -55,17 +55,18 @@ class SearchTrainerMixin:
             query_prefix=retriever.query_prefix,
             lora_rank=retriever.lora_rank,
             top_k=retriever.top_k,
-            seed=config.data.get("seed") or 0,
-            updater=self._updater() if self.settings.bridge.enable else None,
+            threads=retriever.threads,
+            timeout=retriever.load_timeout,
+            seed=seed,
+            updater=self._updater(seed) if self.settings.bridge.enable else None,
         )
-        self.corpus = Corpus.open(retriever.corpus)
-        self.probe = _read_probe(retriever.probe)
+        self.probe = read_probe(retriever.probe)
         super().__init__(config)
         if os.environ.get("VERL_PLATFORM") == "cpu":
             # verl looks for finished rollouts every 2 s and has no key for it: far too long for a step of seconds.
             self.replay_buffer.poll_interval = 0.05
 
-    def _updater(self) -> Any:
+    def _updater(self, seed: int) -> Any:
         bridge = self.settings.bridge
         return partial(
             RetrieverUpdater,
@@ -78,6 +79,7 @@ class SearchTrainerMixin:
             credit_weights=bridge.credit_weights,
             minibatch_size=bridge.minibatch_size,
             epochs=bridge.epochs,
+            seed=seed,
         )
 
     # ---- verl's hooks -----------------------------------------------------------------------------------------
@@ -104,6 +106,11 @@ class SearchTrainerMixin:
         )
         if warning := tool_use_warning(rollouts.traces):
             logger.warning(warning)
+        if metrics["search/failed_share"] == 1:
+            raise RuntimeError(
+                f"every search of step {self.global_steps} failed: the retriever is down; "
+                "its errors are in the log of the agent loop workers"
+            )
         if self.settings.bridge.enable and self.global_steps % self.settings.bridge.interval == 0:
             metrics.update(self._update_retriever(rollouts, signals))
         if self.settings.gca.enable:
@@ -139,22 +146,29 @@ class SearchTrainerMixin:
 
     def _update_retriever(self, rollouts: RolloutBatch, signals: credit.BatchSignals) -> dict[str, float]:
         """BRIDGE: score the gold under every candidate with the policy as it is now, then step the retriever."""
-        turns = [
-            RetrievalTurn(
-                key=(row, index),
-                prompt_ids=tuple(rollouts.prompt_ids[row]),
-                candidates=tuple(self.corpus.by_id(document) for document in turn.candidate_ids),
-                gold=trace.golden_answers[0],
-                failed=turn.status == "error",
-            )
+        searches = [
+            (row, index, turn)
             for row, trace in enumerate(rollouts.traces)
             for index, turn in enumerate(trace.turns)
             if turn.kind == "search" and turn.status != "none"
         ]
+        ids = list(dict.fromkeys(document for _, _, turn in searches for document in turn.candidate_ids))
+        documents = dict(zip(ids, (Document(**d) for d in ray.get(self.retriever.documents.remote(ids))), strict=True))
+        turns = [
+            RetrievalTurn(
+                key=(row, index),
+                prompt_ids=tuple(rollouts.prompt_ids[row]),
+                candidates=tuple(documents[document] for document in turn.candidate_ids),
+                gold=rollouts.traces[row].golden_answers[0],
+                failed=turn.status == "error",
+            )
+            for row, index, turn in searches
+        ]
         rollout = self.config.actor_rollout_ref.rollout
         budget = self.settings.bridge.token_budget or rollout.log_prob_max_token_len_per_gpu
         with marked_timer("likelihood", self.timing_raw):
-            plan = plan_likelihoods(turns, self._tokenize, max_tokens=budget, seed=self.global_steps)
+            tokenize = partial(encode_text, self.tokenizer)
+            plan = plan_likelihoods(turns, tokenize, max_tokens=budget, seed=self.global_steps)
             scored = score_answers(
                 self.actor_rollout_wg,
                 plan.sequences,
@@ -205,9 +219,6 @@ class SearchTrainerMixin:
         write_advantages(batch, rollouts, result.advantages)
         return result.metrics
 
-    def _tokenize(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
     # ---- what a run leaves behind -----------------------------------------------------------------------------
 
     def _run_folder(self) -> Path:
@@ -220,7 +231,10 @@ class SearchTrainerMixin:
         return folder.absolute() / "retriever"
 
     def _save_traces(self, rollouts: RolloutBatch, signals: credit.BatchSignals) -> None:
-        """One JSON line a rollout in ``rollouts/step_N.jsonl``."""
+        """One JSON line a rollout in ``rollouts/step_N.jsonl``, every ``trace_interval`` steps."""
+        interval = self.settings.trace_interval
+        if interval == 0 or self.global_steps % interval:
+            return
         types = [RolloutType(code).name for code in signals.types.tolist()]
         lines = [
             json.dumps(
@@ -239,16 +253,3 @@ class BridgeTrainerSync(SearchTrainerMixin, PPOTrainerSync):
     """``trainer.v1.trainer_mode=bridge_sync``: verl's synchronous trainer with the methods."""
 
     verl_mode = "sync"
-
-
-def _read_probe(path: str | None) -> list[tuple[str, list[str]]]:
-    if path is None:
-        return []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise ConfigError(
-            f"verl_bridge.retriever.probe={path!r} does not exist: give a JSONL file or leave it out"
-        ) from None
-    records = [json.loads(line) for line in lines if line.strip()]
-    return [(record["query"], record["golden_answers"]) for record in records]
