@@ -27,6 +27,10 @@ def _register(v1: ModuleType) -> None:
 
     @v1.register_trainer("probe_sync")
     class ProbeTrainer(BridgeTrainerSync):
+        def _ground(self, batch, rollouts, signals):
+            self._base = rollouts.advantages.clone()
+            return super()._ground(batch, rollouts, signals)
+
         def _compute_advantage(self, batch, metrics):
             batch = super()._compute_advantage(batch, metrics)
             rollouts = read_rollouts(batch)
@@ -37,8 +41,10 @@ def _register(v1: ModuleType) -> None:
                 response_mask=rollouts.response_mask,
                 index=np.array(rollouts.uids, dtype=object),
             )
+            critic = self.base_estimator == "gae"
+            base = self._base if critic else plain
             reference = reference_advantages(
-                rollouts.traces, plain, rollouts.response_mask, rollouts.uids, rollouts.rewards
+                rollouts.traces, base, rollouts.response_mask, rollouts.uids, rollouts.rewards, not critic
             )
             texts = [
                 self.tokenizer.decode(self.tokenizer.encode(trace.question)) == trace.question
@@ -49,7 +55,9 @@ def _register(v1: ModuleType) -> None:
                 "rows": len(rollouts.keys),
                 "plain_differs": int((rollouts.advantages != plain).sum()),
                 "reference_differs": float((rollouts.advantages - reference).abs().max()),
-                "grounding_moves": float((reference - plain).abs().max()),
+                "grounding_moves": float((reference - base).abs().max()),
+                "plain_largest": float(plain.abs().max()),
+                "signs_in_one_rollout": int(((base > 0).any(-1) & (base < 0).any(-1)).sum()),
                 "versions": sorted(
                     {t.adapter_version for r in rollouts.traces for t in r.searches if t.status == "ok"}
                 ),

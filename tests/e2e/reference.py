@@ -26,8 +26,8 @@ def holds(text, alias):
     return bool(wanted) and any(words[i : i + len(wanted)] == wanted for i in range(len(words)))
 
 
-def reference_advantages(traces, base, response_mask, uids, rewards):
-    """Grounded advantages of a GRPO batch with the default settings, as nested loops over tokens."""
+def reference_advantages(traces, base, response_mask, uids, rewards, variance_gate=True):
+    """Grounded advantages with the default settings as nested loops over tokens; no variance gate under a critic."""
     first_hit, correct = [], []
     for trace in traces:
         hits = [
@@ -42,7 +42,7 @@ def reference_advantages(traces, base, response_mask, uids, rewards):
     grounded = base.clone()
     for row, trace in enumerate(traces):
         group = [i for i, uid in enumerate(uids) if uid == uids[row]]
-        if len({float(rewards[i]) for i in group}) == 1 and len(group) > 1:
+        if variance_gate and len({float(rewards[i]) for i in group}) == 1 and len(group) > 1:
             continue
         if any(normalised(gold) in (["yes"], ["no"]) for gold in trace.golden_answers):
             continue

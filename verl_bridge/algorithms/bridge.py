@@ -93,7 +93,6 @@ def bridge_loss(
     turn_count: int | None = None,
     rl_turn_count: int | None = None,
     hit_mask: Tensor | None = None,
-    candidate_ids: Tensor | None = None,
 ) -> BridgeLoss:
     """(L_RL + γ·L_RAG)/(1 + γ) over a batch of retrieval turns [paper].
 
@@ -112,7 +111,6 @@ def bridge_loss(
         turn_count, rl_turn_count: denominators of the two means; those of the whole batch when this is a part of it,
             so that the losses of the parts add up.
         hit_mask: candidates that hold a gold alias, ``(turns, candidates)`` bool, for metrics.
-        candidate_ids: document numbers, ``(turns, candidates)`` int64, for metrics.
 
     Raises:
         ValueError: a setting out of range, a turn without candidates, or a value that is not finite where it counts.
@@ -160,9 +158,6 @@ def bridge_loss(
             with_hit = (hit_mask & candidate_mask).any(dim=-1)
             metrics["hit_in_candidates"] = _mean(with_hit)
             metrics["hit_credit_weight"] = _mean((weight * (hit_mask & candidate_mask)).sum(dim=-1)[with_hit])
-        if candidate_ids is not None and len(scores):
-            top = candidate_ids.gather(-1, log_probs.argmax(dim=-1, keepdim=True))
-            metrics["distinct_top1_share"] = torch.tensor(len(top.unique()) / len(top))
         values = torch.stack([value.to("cpu", torch.float64) for value in metrics.values()]).tolist()
     return BridgeLoss(
         loss=(rl_loss + gamma * rag_loss) / (1 + gamma),

@@ -7,6 +7,7 @@ query encoder moves, document vectors and index stay as they are.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -21,6 +22,8 @@ from verl_bridge.algorithms.bridge import BridgeLoss, bridge_loss, retrieval_log
 from verl_bridge.files import new_folder
 from verl_bridge.retrieval.encoder import QueryEncoder
 from verl_bridge.retrieval.index import DocumentIndex
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,8 @@ class RetrieverUpdater:
             key: sum(count * values[key] for count, values in collected) / turns
             for key in (collected[0][1] if collected else ())
         }
+        if collected:
+            metrics["bridge/ratio_deviation_max"] = max(values["bridge/ratio_deviation_max"] for _, values in collected)
         top_documents = data.document_index.gather(1, old_log_probs.argmax(-1, keepdim=True))
         metrics |= {
             "bridge/turns": float(len(batch.queries)),
@@ -330,6 +335,7 @@ class RetrieverUpdater:
         }
 
     def _drop(self) -> None:
+        logger.warning("a retriever step was dropped: its scores, loss or gradient are not finite")
         self.optimizer.zero_grad(set_to_none=True)
 
     def _drift(self) -> float:
