@@ -146,9 +146,9 @@ def test_data_check_reads_verls_parquet(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([GOOD, {"question": "Q?"}], "row 2 has golden_answers=None"),
-        ([{**GOOD, "golden_answers": []}], "row 1 has golden_answers=[]"),
-        ([{**GOOD, "golden_answers": ["Lima", " "]}], "row 1 has golden_answers=['Lima', ' ']"),
+        ([GOOD, {"question": "Q?"}], "row 2 has gold answers None"),
+        ([{**GOOD, "golden_answers": []}], "row 1 has gold answers []"),
+        ([{**GOOD, "golden_answers": ["Lima", " "]}], "row 1 has gold answers ['Lima', ' ']"),
         ([{**GOOD, "question": "  "}], "row 1 has no question"),
         ([GOOD, "{broken\n"], "line 2 is not JSON"),
         (["[1]\n"], "row 1 is not an object"),

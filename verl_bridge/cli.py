@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--arm", choices=ARMS, default="bridge_gca")
     demo.add_argument("--steps", type=_positive, help="training steps (default: the demo's own number)")
     demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--out", type=Path, help="output folder (default: runs/demo-ARM-seedSEED)")
+    demo.add_argument("--out", type=Path, help="output folder (default: runs/demo-ARM-seedSEED, numbered)")
     demo.add_argument("--corpus", type=Path, help="your own corpus, JSONL or JSONL.gz")
     demo.add_argument("--questions", type=Path, help="your own questions, JSONL or JSONL.gz")
 

@@ -26,6 +26,8 @@ class Run:
     def __init__(self, folder: Path, command: list[str], steps: int) -> None:
         os.environ["PROBE_FILE"] = str(folder / "probe.jsonl")
         demo._train(command, folder, steps, print)
+        # verl drops a prompt whose rollout raised and trains on: nothing of ours may raise there
+        assert "Error in _run_prompt" not in (folder / "train.log").read_text()
         self.folder = folder
         self.steps: dict[int, dict] = {}
         for line in (folder / "probe.jsonl").read_text().splitlines():

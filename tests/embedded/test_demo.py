@@ -31,6 +31,15 @@ def test_results_are_never_overwritten(tmp_path):
         demo.run(out=tmp_path)
 
 
+def test_the_default_folder_gets_a_number_when_taken(tmp_path):
+    names = []
+    for _ in range(3):
+        folder = demo._free_folder(tmp_path, "demo")
+        folder.mkdir()
+        names.append(folder.name)
+    assert names == ["demo", "demo-2", "demo-3"]
+
+
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--corpus .*none.jsonl does not exist"):
         demo.run(out=tmp_path / "o", corpus=tmp_path / "none.jsonl", questions=tmp_path / "none.jsonl")

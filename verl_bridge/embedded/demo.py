@@ -6,6 +6,7 @@ log there and says so.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -75,7 +76,7 @@ def run(
         arm: ``baseline``, ``gca``, ``bridge`` or ``bridge_gca``.
         steps: policy updates, 16 by default.
         seed: of data order, sampling and adapter.
-        out: folder of the results, ``runs/demo-ARM-seedSEED`` by default; it must not exist.
+        out: folder of the results; it must not exist. ``runs/demo-ARM-seedSEED`` by default, with a number if taken.
         corpus, questions: train on these files instead of the embedded world; give both.
         sizes: how much is trained and tested; fitting the data by default.
         log: where progress goes.
@@ -93,7 +94,7 @@ def run(
     if (corpus is None) != (questions is None):
         given, missing = ("--corpus", "--questions") if corpus else ("--questions", "--corpus")
         raise DemoError(f"{given} without {missing}: give both, or neither for the embedded world")
-    target = Path(out or f"runs/demo-{arm}-seed{seed}").absolute()
+    target = (Path(out) if out else _free_folder(Path("runs"), f"demo-{arm}-seed{seed}")).absolute()
     if target.exists():
         raise DemoError(f"--out {target} exists already: choose another folder or remove it")
 
@@ -126,6 +127,11 @@ def run(
     return summary
 
 
+def _free_folder(parent: Path, name: str) -> Path:
+    tries = (parent / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(folder for folder in tries if not folder.exists())
+
+
 def hold_out(assets: Assets, sizes: Sizes, work: Path) -> None:
     """Write the run's held-out questions: the same ones for every arm and seed."""
     import pyarrow.parquet as parquet
@@ -148,7 +154,7 @@ def training_command(assets: Assets, sizes: Sizes, arm: str, steps: int, seed: i
         "data.seed": seed,
         "actor_rollout_ref.model.path": assets.policy,
         "actor_rollout_ref.actor.ppo_mini_batch_size": sizes.questions // 2,
-        "actor_rollout_ref.actor.optim.lr": 2e-4,
+        "actor_rollout_ref.actor.optim.lr": 1e-4,
         "actor_rollout_ref.actor.optim.weight_decay": 0.0,
         "actor_rollout_ref.actor.use_kl_loss": False,
         "actor_rollout_ref.rollout.n": sizes.rollouts,
@@ -171,7 +177,7 @@ def training_command(assets: Assets, sizes: Sizes, arm: str, steps: int, seed: i
         "verl_bridge.retriever.probe": assets.probe_file,
         "verl_bridge.agent.observation_tokens": sizes.observation_tokens,
         # The paper's 1e-5 is for 250 steps of 4,096 rollouts; a demo has 16 steps of 128.
-        "verl_bridge.bridge.lr": 2e-4,
+        "verl_bridge.bridge.lr": 1e-4,
         "verl_bridge.bridge.minibatch_size": 64,
     }
     overrides = [f"{key}={value}" for key, value in settings.items()]

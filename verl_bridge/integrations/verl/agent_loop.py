@@ -7,6 +7,7 @@ ids are never re-made by decoding and encoding: what the model sampled is what i
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -220,7 +221,13 @@ def _retriever(name: str) -> Any:
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of text that a corpus had a part in: control tokens spelt out in it stay text."""
-    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return _text_tokenizer(tokenizer).encode(text, add_special_tokens=False, split_special_tokens=True)
+
+
+@lru_cache(maxsize=4)
+def _text_tokenizer(tokenizer: Any) -> Any:
+    """A copy of our own: the switch is a state of the tokenizer, and verl uses the shared one from other threads."""
+    return copy.deepcopy(tokenizer)
 
 
 def _question(kwargs: dict[str, Any], messages: list[dict[str, Any]]) -> str:
