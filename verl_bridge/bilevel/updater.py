@@ -121,7 +121,7 @@ class RetrieverUpdater:
         credit_weights: str = "likelihood",
         minibatch_size: int | None = None,
         epochs: int = 1,
-        queries_at_once: int = 64,
+        queries_at_once: int = 32,
         max_grad_norm: float = 1.0,
         weight_decay: float = 0.0,
         max_staleness: int = 0,
