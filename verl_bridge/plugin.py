@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 
 from wrapt import register_post_import_hook
 
-TRAINER, ESTIMATOR, AGENT_LOOP, GROUP = "bridge_sync", "gca", "verl_bridge_search", "verl_bridge"
+from verl_bridge.config.schema import GCA_ESTIMATOR as ESTIMATOR
+
+TRAINER, AGENT_LOOP, GROUP = "bridge_sync", "verl_bridge_search", "verl_bridge"
 SUPPORTED_VERL = "0.9"
 
 
@@ -53,15 +55,11 @@ def _register_config_group(plugins: ModuleType) -> None:
 
 
 def _register_trainer(v1: ModuleType) -> None:
-    from verl_bridge.integrations.verl.trainer import BridgeTrainerSync
-
-    v1.register_trainer(TRAINER)(BridgeTrainerSync)
+    import verl_bridge.integrations.verl.trainer  # noqa: F401  registers itself as bridge_sync
 
 
 def _register_agent_loop(agent_loop: ModuleType) -> None:
-    from verl_bridge.integrations.verl.agent_loop import SearchAgentLoop
-
-    agent_loop.register(AGENT_LOOP)(SearchAgentLoop)
+    import verl_bridge.integrations.verl.agent_loop  # noqa: F401  registers itself as verl_bridge_search
 
 
 def _register_estimator(core_algos: ModuleType) -> None:

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from verl_bridge.bilevel import updater as updater_module
-from verl_bridge.bilevel.updater import RetrieverBatch, RetrieverUpdater
+from verl_bridge.bilevel.batch import RetrieverBatch
+from verl_bridge.bilevel.updater import RetrieverUpdater
 from verl_bridge.retrieval.corpus import Corpus
 from verl_bridge.retrieval.encoder import load_encoders
 from verl_bridge.retrieval.index import DocumentIndex

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from verl_bridge.bilevel.updater import RetrieverBatch, RetrieverUpdater
+from verl_bridge.bilevel.batch import RetrieverBatch
+from verl_bridge.bilevel.updater import RetrieverUpdater
 from verl_bridge.retrieval.actor import RetrieverService, get_retriever, start_retriever
 
 PROBE = [("money of Hollin", ["Hollin crown"]), ("a town called Borsk", ["north"]), (" ", ["Borsk"])]
@@ -76,10 +77,13 @@ def test_depths_blank_queries_and_bad_calls_do_not_touch_other_callers(service):
             service.search([]),
             service.search(["Caldra"], 0),
             service.search(["Dunmoor"]),
+            *(service.search(["Caldra"], top_k) for top_k in (True, 2.0, "2")),
+            *(service.search(queries) for queries in (None, "Caldra", [None])),
             return_exceptions=True,
         )
 
-    two, seven, none, bad, default = asyncio.run(run())
+    two, seven, none, bad, default, *refused = asyncio.run(run())
+    assert [type(error) for error in refused] == [ValueError] * 6
     assert [len(answer["ids"]) for answer in two] == [2, 0] and [a["status"] for a in two] == ["ok", "error"]
     assert len(seven[0]["ids"]) == 7 and none == [] and len(default[0]["ids"]) == 4
     assert isinstance(bad, ValueError) and "top_k is 0" in str(bad)

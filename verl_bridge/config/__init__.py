@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from verl_bridge.config.schema import VerlBridgeConfig
+from verl_bridge.config.schema import GCA_ESTIMATOR, VerlBridgeConfig
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -13,15 +14,20 @@ if TYPE_CHECKING:
 def load_settings(config: DictConfig) -> VerlBridgeConfig:
     """The checked ``verl_bridge`` section of a composed verl config; the defaults where it has none.
 
+    ``algorithm.adv_estimator=gca`` switches GCA on as ``verl_bridge.gca.enable=true`` does.
+
     Raises:
         ConfigError: see :class:`~verl_bridge.config.schema.VerlBridgeConfig`.
     """
     from omegaconf import OmegaConf
 
     section: Any = config.get("verl_bridge")
-    return VerlBridgeConfig.from_mapping(
+    settings = VerlBridgeConfig.from_mapping(
         OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
     )
+    if OmegaConf.select(config, "algorithm.adv_estimator") == GCA_ESTIMATOR:
+        settings = replace(settings, gca=replace(settings.gca, enable=True))
+    return settings
 
 
 __all__ = ["VerlBridgeConfig", "load_settings"]

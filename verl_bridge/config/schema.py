@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
+#: The name that asks for GCA where verl names its estimators: algorithm.adv_estimator.
+GCA_ESTIMATOR = "gca"
+
 ROLLOUT_TYPES = ("A", "B1", "B2", "C", "D")
 SEGMENTS = ("VSEARCH", "RSEARCH", "ANS")
 
@@ -194,7 +197,7 @@ class AgentConfig:
     """The search agent loop."""
 
     max_turns: int = _option(5, "Most assistant turns of a rollout [paper].", low=1)
-    observation_tokens: int = _option(500, "Tokens kept of one observation, from its head [Search-R1].", low=1)
+    observation_tokens: int = _option(500, "Tokens kept of one observation, from its head [Search-R1].", low=32)
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,8 @@ class VerlBridgeConfig:
         sections = {}
         for name, section in SECTIONS.items():
             key = f"verl_bridge.{name}"
+            if name in settings and settings[name] is None:
+                raise ConfigError(f"{key}=null would drop its settings silently: leave it out, or set its keys")
             values = dict(_mapping(key, settings.get(name)))
             options = {option.name: option for option in fields(section)}
             _check_keys(key, values, options)
@@ -301,6 +306,8 @@ def _check_value(key: str, value: Any, option: Any) -> None:
         return
     if type(value) is not _TYPES[name]:
         raise ConfigError(f"{key}={value!r} is not of type {name}")
+    if value == "" and option.default != "":
+        raise ConfigError(f"{key}='' is empty: {'give a value, or null' if optional else 'give a value'}")
     if rules["choices"] and value not in rules["choices"]:
         raise ConfigError(
             f"{key}={value!r}: allowed are {', '.join(rules['choices'])}{_closest(value, rules['choices'])}"

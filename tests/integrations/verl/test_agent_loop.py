@@ -216,10 +216,10 @@ def test_an_observation_that_does_not_fit_never_entered_the_context(monkeypatch)
 
 def test_a_long_observation_keeps_its_head_and_its_closing_tag(monkeypatch):
     output, trace, tok, _ = roll(
-        monkeypatch, [SEARCH, ANSWER], agent={"observation_tokens": 30}, golds=("text 2 says",)
+        monkeypatch, [SEARCH, ANSWER], agent={"observation_tokens": 40}, golds=("text 2 says",)
     )
     start, end = trace.turns[0].observation_span
-    assert end - start == 30
+    assert end - start == 40
     assert tok.decode(output.response_ids[start:end]) == trace.turns[0].observation
     assert trace.turns[0].observation.startswith("\n\n<information>Doc 1(Title: Title 0)")
     assert trace.turns[0].observation.endswith("</information>\n\n")

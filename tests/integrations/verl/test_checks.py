@@ -44,6 +44,7 @@ def prepared(**kwargs):
     [
         ("grpo", {}, "grpo"),
         ("gae", {"enable": True}, "gae"),
+        ("gca", {}, "grpo"),
         ("gca", {"enable": True}, "grpo"),
         ("gca", {"enable": True, "base_estimator": "rloo"}, "rloo"),
     ],
@@ -57,7 +58,6 @@ def test_verl_sees_its_own_names(estimator, gca, base):
     ("kwargs", "message"),
     [
         ({"retriever": {**PATHS, "index": None}}, "verl_bridge.retriever.index is not set.*index build"),
-        ({"estimator": "gca"}, "adv_estimator=gca but verl_bridge.gca.enable=false"),
         (
             {"gca": {"enable": True, "base_estimator": "gca"}},
             "base_estimator='gca' is no advantage estimator of verl's.*grpo",
@@ -77,6 +77,10 @@ def test_refusals_name_key_value_and_fix(kwargs, message):
 
 def test_other_losses_are_fine_without_gca():
     assert prepared(loss="clip_cov")[1] == "grpo"
+
+
+def test_the_estimators_name_is_the_same_switch():
+    assert load_settings(config(estimator="gca")).gca.enable and not load_settings(config()).gca.enable
 
 
 def row(target):

@@ -15,10 +15,11 @@ from typing import Any
 from uuid import uuid4
 
 from ray.exceptions import RayError
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.utils.profiler import simple_timer
 
 from verl_bridge.config import load_settings
+from verl_bridge.plugin import AGENT_LOOP
 from verl_bridge.qa.actions import (
     CORRECTION,
     NOTHING_FOUND,
@@ -63,6 +64,7 @@ class _Response:
         return start, len(self.ids)
 
 
+@register(AGENT_LOOP)
 class SearchAgentLoop(AgentLoopBase):
     """Registered as ``verl_bridge_search``; settings come from the ``verl_bridge`` section of verl's config."""
 

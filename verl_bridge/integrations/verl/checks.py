@@ -40,11 +40,6 @@ def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: st
     if mode in VERL_MODES:
         raise ConfigError(f"trainer.v1.trainer_mode={mode} is verl's own trainer: set it to {TRAINER}")
     asked = str(config.algorithm.adv_estimator)
-    if asked == ESTIMATOR and not settings.gca.enable:
-        raise ConfigError(
-            f"algorithm.adv_estimator={ESTIMATOR} but verl_bridge.gca.enable=false: set verl_bridge.gca.enable=true "
-            "or name another estimator"
-        )
     named = settings.gca.base_estimator
     if named is not None and not settings.gca.enable:
         raise ConfigError(

@@ -16,19 +16,21 @@ from typing import Any, ClassVar
 import ray
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1 import PPOTrainerSync
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.utils.debug import marked_timer
 
 from verl_bridge import credit
 from verl_bridge.algorithms.grounding import RolloutType, grounding_metrics
+from verl_bridge.bilevel.batch import RetrieverBatch
 from verl_bridge.bilevel.likelihood import RetrievalTurn, plan_likelihoods
-from verl_bridge.bilevel.updater import RetrieverBatch, RetrieverUpdater
+from verl_bridge.bilevel.updater import RetrieverUpdater
 from verl_bridge.config import VerlBridgeConfig, load_settings
 from verl_bridge.files import new_file
 from verl_bridge.integrations.verl.agent_loop import encode_text
 from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config, read_probe
 from verl_bridge.integrations.verl.rollouts import RolloutBatch, read_rollouts, write_advantages
 from verl_bridge.integrations.verl.scoring import score_answers
+from verl_bridge.plugin import TRAINER
 from verl_bridge.qa.answers import alias_hit
 from verl_bridge.qa.signals import tool_use_warning
 from verl_bridge.retrieval.actor import start_retriever
@@ -249,6 +251,7 @@ class SearchTrainerMixin:
             file.writelines(line + "\n" for line in lines)
 
 
+@register_trainer(TRAINER)
 class BridgeTrainerSync(SearchTrainerMixin, PPOTrainerSync):
     """``trainer.v1.trainer_mode=bridge_sync``: verl's synchronous trainer with the methods."""
 
