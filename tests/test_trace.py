@@ -165,3 +165,52 @@ def traces(draw):
 @given(traces())
 def test_any_valid_record_survives_json(trace):
     assert SearchTrace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"golden_answers": "Lima"}, "golden_answers 'Lima' is not a list of strings"),
+        ({"golden_answers": ["Lima", 3]}, "is not a list of strings"),
+        ({"golden_answers": None}, "golden_answers None is not"),
+        ({"answer_span": [21]}, "not enough values"),
+        ({"answer_span": [21, 22, 24]}, "too many values"),
+        ({"answer_span": [21.0, 24]}, "is not two integers"),
+        ({"answer_span": [True, 24]}, "is not two integers"),
+        ({"answer_span": 21}, "cannot unpack"),
+        ({"turns": None}, "not iterable"),
+        ({"turns": [{}]}, "no 'span'"),
+        ({"turns": ["search"]}, "not a mapping"),
+        ({"response_length": "25"}, "not supported"),
+        ({"colour": "red"}, "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_records_of_another_shape_are_invalid_traces(changes, message):
+    with pytest.raises(ValueError, match="invalid search trace: ") as error:
+        SearchTrace.from_dict(json.loads(json.dumps(TRACE.to_dict())) | changes)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["question", "golden_answers", "turns", "answer_span"])
+def test_a_record_without_a_field_is_an_invalid_trace(key):
+    record = TRACE.to_dict()
+    del record[key]
+    with pytest.raises(ValueError, match=f"invalid search trace: .*'{key}'"):
+        SearchTrace.from_dict(record)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"candidate_scores": [0.9, float("nan"), 0.1]}, "candidate score nan is not a finite number"),
+        ({"candidate_scores": [0.9, "0.5", 0.1]}, "candidate score '0.5'"),
+        ({"candidate_ids": "abc"}, "candidate_ids 'abc' is not a list of strings"),
+        ({"tag_spans": [[0]]}, "not enough values"),
+    ],
+)
+def test_turns_of_another_shape_are_invalid_traces(changes, message):
+    record = TRACE.to_dict()
+    record["turns"] = [{**record["turns"][0], **changes}, *record["turns"][1:]]
+    with pytest.raises(ValueError, match="invalid search trace: ") as error:
+        SearchTrace.from_dict(record)
+    assert message in str(error.value)

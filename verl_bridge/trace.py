@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any, Literal, get_args
 
 Span = tuple[int, int]
@@ -24,7 +25,24 @@ def _check(ok: bool, message: str) -> None:
 
 
 def _span(value: Any) -> Span | None:
-    return None if value is None else (int(value[0]), int(value[1]))
+    if value is None:
+        return None
+    start, end = value  # two, else ValueError
+    if type(start) is not int or type(end) is not int:
+        raise TypeError(f"span {value!r} is not two integers")
+    return start, end
+
+
+def _score(value: Any) -> float:
+    if type(value) not in (float, int) or not isfinite(value):
+        raise TypeError(f"candidate score {value!r} is not a finite number")
+    return value
+
+
+def _strings(value: Any, name: str) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{name} {value!r} is not a list of strings")
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -139,24 +157,33 @@ class SearchTrace:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SearchTrace:
         """The inverse of :meth:`to_dict`, also after a round through JSON. Raises ValueError on an invalid record."""
-        turns = tuple(
-            SearchTurn(
+        try:
+            turns = tuple(
+                SearchTurn(
+                    **{
+                        **turn,
+                        "span": _span(turn["span"]),
+                        "tag_spans": tuple(_span(tag) for tag in turn["tag_spans"]),
+                        "candidate_ids": _strings(turn["candidate_ids"], "candidate_ids"),
+                        "candidate_scores": tuple(map(_score, turn["candidate_scores"])),
+                        "observation_span": _span(turn["observation_span"]),
+                    }
+                )
+                for turn in data["turns"]
+            )
+            return cls(
                 **{
-                    **turn,
-                    "span": _span(turn["span"]),
-                    "tag_spans": tuple(_span(tag) for tag in turn["tag_spans"]),
-                    "candidate_ids": tuple(turn["candidate_ids"]),
-                    "candidate_scores": tuple(turn["candidate_scores"]),
-                    "observation_span": _span(turn["observation_span"]),
+                    **data,
+                    "golden_answers": _strings(data["golden_answers"], "golden_answers"),
+                    "turns": turns,
+                    "answer_span": _span(data["answer_span"]),
                 }
             )
-            for turn in data["turns"]
-        )
-        return cls(
-            **{
-                **data,
-                "golden_answers": tuple(data["golden_answers"]),
-                "turns": turns,
-                "answer_span": _span(data["answer_span"]),
-            }
-        )
+        except KeyError as error:
+            raise ValueError(f"invalid search trace: no {error.args[0]!r}") from error
+        except (TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"invalid search trace: {error}") from error
+        except ValueError as error:
+            if str(error).startswith("invalid search trace"):
+                raise
+            raise ValueError(f"invalid search trace: {error}") from error

@@ -49,8 +49,10 @@ def test_missing_files_are_named(tmp_path):
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
-        (json.dumps({**QUESTION, "golden_answers": []}), "line 2 has no golden_answers"),
-        (json.dumps({"question": "x"}), "line 2 has no id and no golden_answers"),
+        (json.dumps({**QUESTION, "golden_answers": []}), "line 2 has gold answers"),
+        (json.dumps({"question": "x"}), "line 2 has gold answers None"),
+        ("[1]", "line 2 is not an object"),
+        (json.dumps({**QUESTION, "split": 3}), "line 2 has split 3"),
         (json.dumps({**QUESTION, "split": "dev"}), "split='dev': use 'train' or 'validation'"),
     ],
 )
@@ -67,8 +69,8 @@ def test_a_fixed_share_of_questions_without_split_is_held_out(tmp_path):
     path = tmp_path / "q.jsonl.gz"
     with gzip.open(path, "wt") as file:
         file.writelines(json.dumps({**QUESTION, "id": str(i)}) + "\n" for i in range(2000))
-    first = [record["split"] for record in assets._read_questions(path)]
-    assert first == [record["split"] for record in assets._read_questions(path)]
+    first = [split for split, _ in assets._split_questions(path)]
+    assert first == [split for split, _ in assets._split_questions(path)]
     assert 0.17 < first.count("validation") / 2000 < 0.23
 
 
@@ -140,3 +142,22 @@ def test_a_run_that_fails_says_why_and_keeps_its_log(tmp_path):
     with pytest.raises(demo.DemoError, match=r"code 1: ValueError: no such encoder\n.*train.log"):
         demo._train(command, tmp_path, 1, print)
     assert "no such encoder" in (tmp_path / "train.log").read_text()
+
+
+def test_questions_keep_their_split_and_an_id_of_zero(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(
+        "".join(json.dumps({**QUESTION, "id": i, "split": s}) + "\n" for i, s in enumerate(("validation", "train")))
+    )
+    found = [(split, question.id) for split, question in assets._split_questions(path)]
+    assert found == [("validation", "0"), ("train", "1")]
+
+
+def test_a_cut_off_corpus_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_BRIDGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"id": "1", "text": "x"}\n')[:-9])
+    (tmp_path / "q.jsonl").write_text(
+        "".join(json.dumps({**QUESTION, "split": split}) + "\n" for split in ("train", "validation"))
+    )
+    with pytest.raises(ValueError, match=r"--corpus .*c\.jsonl\.gz is no complete gzip file"):
+        assets.custom_assets(tmp_path / "c.jsonl.gz", tmp_path / "q.jsonl")

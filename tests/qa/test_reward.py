@@ -124,3 +124,17 @@ def test_a_missing_trace_fails_loudly_and_names_the_fix(extra):
 def test_an_invalid_trace_is_not_scored():
     with pytest.raises(ValueError, match="invalid search trace"):
         compute_score("nq", "", None, {"search_trace": trace().to_dict() | {"stop_reason": "tired"}})
+
+
+def test_an_unknown_setting_is_refused_naming_the_closest():
+    extra = {"search_trace": trace()}
+    with pytest.raises(ValueError, match=r"no setting format_wieght=0\.5: did you mean 'format_weight'"):
+        compute_score("nq", "", None, extra, format_wieght=0.5)
+    with pytest.raises(ValueError, match="no setting colour='red': it takes format_weight and wrong_format_bonus"):
+        compute_score("nq", "", None, extra, colour="red")
+    assert compute_score("nq", "", None, extra, reward_model_tokenizer=None)["score"] == 1.0
+
+
+def test_a_blank_gold_answer_is_an_error():
+    with pytest.raises(ValueError, match=r"a blank one \(\('Lima', ' '\)\)"):
+        score_trace(trace(golds=("Lima", " ")))

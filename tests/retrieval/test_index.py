@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_bridge.retrieval.corpus import Corpus
-from verl_bridge.retrieval.index import DocumentIndex
+from verl_bridge.retrieval.index import DocumentIndex, check_index
 
 
 class WordEncoder:
@@ -170,3 +170,63 @@ def test_building_streams(tmp_path):
         tracemalloc.stop()
     whole = 20_000 * 64 * 4  # bytes of all vectors
     assert peaks[20_000] - peaks[2_000] < 0.05 * whole, (peaks, whole)
+
+
+def test_only_an_index_or_an_empty_folder_is_overwritten(corpus, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.tex").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    encoder = WordEncoder()
+    for name in ("notes", "file"):
+        with pytest.raises(ValueError, match=rf"{name} is no index .* not replaced"):
+            DocumentIndex.build(corpus, encoder, tmp_path / name, overwrite=True)
+    assert (tmp_path / "notes" / "thesis.tex").read_text() == (tmp_path / "file").read_text() == "mine"
+    assert encoder.batches == []
+    (tmp_path / "empty").mkdir()
+    assert len(DocumentIndex.build(corpus, encoder, tmp_path / "empty", overwrite=True)) == 50
+
+
+def test_a_bad_factory_is_refused_before_encoding_and_a_failed_training_names_it(corpus, tmp_path):
+    encoder = WordEncoder()
+    with pytest.raises(ValueError, match="'Flatt' is unknown to FAISS"):
+        DocumentIndex.build(corpus, encoder, tmp_path / "i", factory="Flatt")
+    assert encoder.batches == []
+    with pytest.raises(ValueError, match="factory 'IVF100,Flat' cannot be made from 50 documents"):
+        DocumentIndex.build(corpus, encoder, tmp_path / "i", factory="IVF100,Flat")
+    assert not (tmp_path / "i").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("manifest.json", lambda data: data[:40], r"manifest\.json of index .* is damaged: .*; rebuild it with"),
+        ("manifest.json", lambda data: b"[1]", "not a JSON object"),
+        ("manifest.json", lambda data: b"\xff", "is damaged"),
+        ("manifest.json", lambda data: b"[" * 200_000, "is damaged"),
+        ("manifest.json", lambda data: data.replace(b'"pooling"', b'"poling"'), "damaged: pooling is None"),
+        ("manifest.json", lambda data: data.replace(b'"size"', b'"sise"'), "damaged: corpus is"),
+        ("embeddings.npy", lambda data: data[:-100], r"embeddings\.npy of index .* is damaged"),
+        ("embeddings.npy", lambda data: b"", r"embeddings\.npy of index .* is damaged"),
+        ("index.faiss", lambda data: data[:50], r"index\.faiss of index .* is damaged"),
+        ("index.faiss", lambda data: None, r"lacks index\.faiss; build it with"),
+    ],
+)
+def test_a_damaged_index_names_the_file_and_the_fix(corpus, tmp_path, file, damage, message):
+    DocumentIndex.build(corpus, WordEncoder(), tmp_path / "i")
+    path = tmp_path / "i" / file
+    data = damage(path.read_bytes())
+    path.unlink() if data is None else path.write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        DocumentIndex.load(tmp_path / "i", corpus)
+
+
+@pytest.mark.parametrize("factory", ["Flat", "SQ8", "HNSW8", "IVF2,Flat", "IVF2,PQ4x2", "PCA4,Flat", "SQ8,RFlat"])
+def test_the_cheap_check_reads_the_header_of_every_kind(corpus, tmp_path, factory):
+    built = DocumentIndex.build(corpus, WordEncoder(), tmp_path / "i", factory=factory)
+    assert check_index(tmp_path / "i") == built.manifest
+
+
+def test_a_place_that_cannot_be_written_is_named(corpus, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match=r"file/deep/i cannot be written \(Not a directory\); choose another place"):
+        DocumentIndex.build(corpus, WordEncoder(), tmp_path / "file" / "deep" / "i")

@@ -70,3 +70,20 @@ def test_an_adapter_that_diverged_raises(retriever):
     retriever.encoder.set_adapter_state({name: value * float("nan") for name, value in state.items()}, 1)
     with pytest.raises(ValueError, match="not finite"):
         retriever.search(["money"])
+
+
+@pytest.mark.parametrize("top_k", [True, 2.0, "2", 0, -1])
+def test_a_top_k_that_is_no_count_is_refused(retriever, top_k):
+    with pytest.raises(ValueError, match="top_k is"):
+        retriever.search(["x"], top_k)
+
+
+@pytest.mark.parametrize("queries", ["Borsk", None, 3, [None], ["x", 3], [True]])
+def test_queries_that_are_no_list_of_strings_are_refused(retriever, queries):
+    with pytest.raises(ValueError, match="give a list of strings"):
+        retriever.search(queries)
+
+
+def test_half_a_surrogate_pair_in_a_query_is_replaced(retriever):
+    broken, clean = retriever.search(["money of Hollin \ud83d", "money of Hollin ?"])
+    assert broken == clean and broken.ids[0] == "Hollin-money"

@@ -10,10 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from verl_bridge.qa.questions import Question, read_questions
 
 VALIDATION_SHARE = 0.2
 WORLD_SOURCES = ("facts.py", "articles.py", "world.py", "assets.py")
@@ -77,13 +80,14 @@ def embedded_assets(log: Callable[[str], None] = print) -> Assets:
 
 
 def custom_assets(corpus: Path, questions: Path, log: Callable[[str], None] = print) -> Assets:
-    """Files for a corpus and questions of the user's own, both JSONL or JSONL.gz.
+    """Files for a corpus (JSONL or JSONL.gz) and questions (also parquet) of the user's own.
 
-    Questions need ``id``, ``question`` and ``golden_answers``; without a ``split`` field a fixed fifth is held out.
+    Questions are what ``verl-bridge data check`` reads; without a ``split`` field a fixed fifth is held out.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a question without its fields or without gold answers, or fewer than two questions.
+        ValueError: what :func:`verl_bridge.qa.questions.read_questions` refuses, another split than ``train`` and
+            ``validation``, or one of them without questions.
     """
     from verl_bridge.embedded import world
 
@@ -95,20 +99,22 @@ def custom_assets(corpus: Path, questions: Path, log: Callable[[str], None] = pr
     def make(target: Path) -> None:
         rows: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
         probe = []
-        for record in _read_questions(questions):
-            split = record["split"]
+        for split, question in _split_questions(questions):
             rows[split].append(
-                _row("verl_bridge_corpus", record["id"], record["question"], record["golden_answers"], split)
+                _row("verl_bridge_corpus", question.id, question.question, question.golden_answers, split)
             )
             if split == "validation":
-                probe.append({"query": record["question"], "golden_answers": record["golden_answers"]})
+                probe.append({"query": question.question, "golden_answers": question.golden_answers})
         for split, found in rows.items():
             if not found:
                 raise ValueError(f"--questions {questions}: no question for the {split} split; give more questions")
         _write_questions(target, rows, probe)
         if corpus.suffix == ".gz":
-            with gzip.open(corpus, "rb") as packed, open(target / "corpus.jsonl", "wb") as plain:
-                shutil.copyfileobj(packed, plain)
+            try:
+                with gzip.open(corpus, "rb") as packed, open(target / "corpus.jsonl", "wb") as plain:
+                    shutil.copyfileobj(packed, plain)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise ValueError(f"--corpus {corpus} is no complete gzip file ({error}): pack it again") from error
         _build_index(_plain(corpus, target), target / "index", world.encoder_dir(), log)
 
     _once(folder, make)
@@ -190,27 +196,14 @@ def _build_index(corpus: Path, index: Path, encoder: Path, log: Callable[[str], 
         raise ValueError(f"no index could be built for {corpus}: {done.stderr.strip().splitlines()[-1]}")
 
 
-def _read_questions(path: Path) -> Iterator[dict[str, Any]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"--questions {path} line {number}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where} is not JSON ({error.msg}): give one object per line") from None
-            missing = [key for key in ("id", "question", "golden_answers") if not record.get(key)]
-            if missing:
-                raise ValueError(f"{where} has no {' and no '.join(missing)}: every question needs all three")
-            golds = record["golden_answers"]
-            record["golden_answers"] = [golds] if isinstance(golds, str) else [str(gold) for gold in golds]
-            share = int(hashlib.sha256(str(record["id"]).encode()).hexdigest()[:8], 16) / 2**32
-            split = record.get("split", "validation" if share < VALIDATION_SHARE else "train")
-            if split not in ("train", "validation"):
-                raise ValueError(f"{where}: split={split!r}: use 'train' or 'validation', or leave it out")
-            yield {**record, "id": str(record["id"]), "split": split}
+def _split_questions(path: Path) -> Iterator[tuple[str, Question]]:
+    """(split, question) of each row; the split of a row without one hangs on its id alone."""
+    for number, question in enumerate(read_questions(path), start=1):
+        share = int(hashlib.sha256(question.id.encode()).hexdigest()[:8], 16) / 2**32
+        split = question.split or ("validation" if share < VALIDATION_SHARE else "train")
+        if split not in ("train", "validation"):
+            raise ValueError(f"{path} row {number}: split={split!r}: use 'train' or 'validation', or leave it out")
+        yield split, question
 
 
 def _digest(paths: Iterable[Path]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,11 +17,12 @@ from verl_bridge.qa.answers import is_yes_no, normalise
 
 @dataclass(frozen=True)
 class Question:
-    """One question; the golds are aliases of one another."""
+    """One question; the golds are aliases of one another. ``split`` is the row's own word, None where it has none."""
 
     id: str
     question: str
     golden_answers: tuple[str, ...]
+    split: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,21 +48,44 @@ class QuestionsReport:
         return asdict(self)
 
 
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Rows with the place that messages name: a line number in JSONL, a row number in parquet, both from 1."""
     if path.suffix == ".parquet":
+        import pyarrow
         import pyarrow.parquet
 
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+        number = 0
+        try:
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", row
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path} row {number + 1}: no readable parquet ({error}): write the file again") from error
         return
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path} line {number} is not JSON ({error}): write one object per line") from None
-                yield row
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip():
+                    where = f"{path} line {number}"
+                    yield where, _json(line, where)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} line {number + 1}: no complete gzip file ({error}): pack it again") from error
+
+
+def _json(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 ({error.reason}): save the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}): write one object per line") from None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def gold_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -70,7 +96,7 @@ def gold_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """
     golds = row.get("golden_answers")
     if golds is None:
-        truth = (row.get("reward_model") or {}).get("ground_truth")
+        truth = _mapping(row.get("reward_model")).get("ground_truth")
         golds = truth.get("target") if isinstance(truth, Mapping) else truth
     golds = [golds] if isinstance(golds, str) else golds
     # verl hands columns on as lists, arrays or tuples
@@ -86,24 +112,34 @@ def gold_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
 def _parse(row: Any, where: str, number: int) -> Question:
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is not an object: write {{id, question, golden_answers}}")
-    question = row.get("question") or (row.get("extra_info") or {}).get("question")
-    if question is None and row.get("prompt"):
-        question = row["prompt"][-1]["content"]  # verl's chat-form prompt
+    question = row.get("question") or _mapping(row.get("extra_info")).get("question")
+    prompt = row.get("prompt")
+    if question is None and isinstance(prompt, list) and prompt:
+        question = _mapping(prompt[-1]).get("content")  # verl's chat-form prompt
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where} has no question: fill 'question' with text")
-    return Question(str(row.get("id", number - 1)), question, gold_answers(row, where))
+    identifier, split = row.get("id"), row.get("split")
+    if split is not None and not isinstance(split, str):
+        raise ValueError(f"{where} has split {split!r}: use text, or leave it out")
+    found = Question(str(number - 1 if identifier is None else identifier), question, gold_answers(row, where), split)
+    try:
+        " ".join((found.id, question, *found.golden_answers)).encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; tokenizers and parquet refuse it
+        raise ValueError(f"{where} is not valid Unicode ({error.reason}): drop the broken \\uXXXX escape") from None
+    return found
 
 
 def read_questions(path: str | os.PathLike) -> list[Question]:
     """Questions of a JSONL, JSONL.gz or parquet file, with ``golden_answers`` or in verl's columns.
 
     Raises:
-        ValueError: no file or an empty one, or a row without a question or gold answers; names the row and the fix.
+        ValueError: no file, an empty or a damaged one, or a row without a question or gold answers; names the line
+            (in parquet the row) and the fix.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"questions file {path} does not exist: give a .jsonl, .jsonl.gz or .parquet file")
-    questions = [_parse(row, f"{path} row {number}", number) for number, row in enumerate(_rows(path), 1)]
+    questions = [_parse(row, where, number) for number, (where, row) in enumerate(_rows(path), 1)]
     if not questions:
         raise ValueError(f"questions file {path} is empty: it needs at least one row")
     return questions

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from verl_bridge.qa.signals import rollout_signals
 from verl_bridge.trace import SearchTrace
+
+#: What verl passes to every custom reward function, used or not.
+VERL_ARGUMENTS = ("reward_router_address", "reward_model_tokenizer")
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def score_trace(trace: SearchTrace, format_weight: float = 0.2, wrong_format_bon
     group standardisation blows any bonus up to the size of a right answer [ours].
 
     Raises:
-        ValueError: weights out of range, or a trace without gold answers.
+        ValueError: weights out of range, or a trace without gold answers or with a blank one.
     """
     if not 0 <= format_weight < 1:
         raise ValueError(f"format_weight={format_weight} must lie in [0, 1)")
@@ -46,8 +50,11 @@ def score_trace(trace: SearchTrace, format_weight: float = 0.2, wrong_format_bon
             f"wrong_format_bonus={wrong_format_bonus} must lie in [0, 1 - format_weight) = [0, {1 - format_weight:g}): "
             "a wrong answer may not score like a right one"
         )
-    if not trace.golden_answers:
-        raise ValueError(f"no golden answers for question {trace.question!r}: fill reward_model.ground_truth.target")
+    if not trace.golden_answers or not all(gold.strip() for gold in trace.golden_answers):
+        raise ValueError(
+            f"no golden answers for question {trace.question!r}, or a blank one ({trace.golden_answers!r}): "
+            "fill reward_model.ground_truth.target"
+        )
     signals = rollout_signals(trace)
     format_ok = signals.answered and all(turn.kind != "malformed" for turn in trace.turns)
     if signals.correct:
@@ -72,7 +79,17 @@ def compute_score(
     The text and ``ground_truth`` are not read: the trace, a dict in ``extra_info["search_trace"]``, holds the answer
     and the golds. Every row gets the same keys, as verl expects: score, em, format, tool_hit, supcor
     (right with evidence), searches.
+
+    Raises:
+        KeyError: no trace.
+        ValueError: an unknown setting, weights out of range, an invalid trace or one without gold answers.
     """
+    for name in kwargs:
+        if name not in VERL_ARGUMENTS:
+            known = ("format_weight", "wrong_format_bonus")
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {' and '.join(known)}"
+            raise ValueError(f"compute_score has no setting {name}={kwargs[name]!r}: {hint}")
     record = (extra_info or {}).get("search_trace")
     if record is None:
         raise KeyError(

@@ -17,7 +17,7 @@ from verl_bridge.qa.answers import alias_hit
 from verl_bridge.retrieval.corpus import Corpus
 from verl_bridge.retrieval.encoder import load_encoders
 from verl_bridge.retrieval.index import DocumentIndex
-from verl_bridge.retrieval.retriever import Retriever
+from verl_bridge.retrieval.retriever import Retriever, check_call
 
 
 class RetrieverService:
@@ -91,14 +91,17 @@ class RetrieverService:
         self._batcher: asyncio.Task | None = None
 
     async def search(self, queries: Sequence[str], top_k: int | None = None) -> list[dict[str, Any]]:
-        """One answer per query: ``status``, ``error``, ``ids``, ``scores``, ``documents``, ``adapter_version``."""
+        """One answer per query: ``status``, ``error``, ``ids``, ``scores``, ``documents``, ``adapter_version``.
+
+        Raises:
+            ValueError: queries or ``top_k`` of another type or range.
+        """
         top_k = self._retriever.top_k if top_k is None else top_k
-        if top_k < 1:  # refused here, so that it fails nobody else's batch
-            raise ValueError(f"top_k is {top_k}; ask for at least 1 document")
+        queries = check_call(queries, top_k)  # refused here, so that it fails nobody else's batch
         if self._batcher is None:
             self._batcher = asyncio.create_task(self._serve())
         answer = asyncio.get_running_loop().create_future()
-        self._waiting.append((list(queries), top_k, answer))
+        self._waiting.append((queries, top_k, answer))
         self._arrived.set()
         return await answer
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,9 +33,10 @@ def _parse(line: bytes, where: str) -> Document:
     """One JSONL line as a document. Raises ValueError that names the line and the fix."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not a JSON object ({error}); write one object per line or drop the line") from None
-    if not isinstance(record, dict) or not isinstance(record.get("id"), str | int) or record["id"] == "":
+    identifier = record.get("id") if isinstance(record, dict) else None
+    if not isinstance(identifier, str | int) or isinstance(identifier, bool) or not str(identifier).strip():
         raise ValueError(f'{where}: no "id"; give every document a unique string or integer "id"')
     if isinstance(record.get("contents"), str):
         title, _, text = record["contents"].partition("\n")
@@ -47,7 +49,11 @@ def _parse(line: bytes, where: str) -> Document:
         )
     if not isinstance(title, str) or not (title or text).strip():
         raise ValueError(f"{where}: the document is empty or its title is no string; fill it or drop the line")
-    return Document(str(record["id"]), title, text)
+    try:
+        f"{identifier}{title}{text}".encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; tokenizers and files cannot hold it
+        raise ValueError(f"{where}: not valid Unicode ({error.reason}); drop the broken \\uXXXX escape") from None
+    return Document(str(identifier), title, text)
 
 
 def _unpacked(path: Path, cache_dir: Path | None) -> Path:
@@ -69,7 +75,7 @@ def _unpacked(path: Path, cache_dir: Path | None) -> Path:
         with os.fdopen(handle, "wb") as out, gzip.open(path, "rb") as packed:
             shutil.copyfileobj(packed, out, 1 << 20)
         os.replace(temporary, target)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         os.unlink(temporary)
         raise ValueError(f"corpus {path} is no complete gzip file ({error}); download or pack it again") from None
     return target

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether an encoder's name has to mean the hub: no folder of that name, and not written like a path."""
+    return not Path(name).exists() and not name.startswith(("/", "./", "../", "~")) and name.count("/") <= 1
+
+
 class BaseEncoder:
     """A frozen sentence-transformers model.
 

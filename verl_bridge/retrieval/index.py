@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,20 @@ FORMAT = 1
 ProgressCallback = Callable[[int, int], None]
 """Called with (documents done, documents in all)."""
 
+INDEX_FILES = ("manifest.json", "embeddings.npy", "index.faiss")
 _ENCODER_KEYS = ("fingerprint", "pooling", "normalised", "dim")
+_MANIFEST_KEYS = {
+    "format": int,
+    "encoder": str,
+    "fingerprint": str,
+    "pooling": str,
+    "normalised": bool,
+    "dim": int,
+    "passage_prefix": str,
+    "max_length": int | None,
+    "documents": int,
+    "corpus": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -45,21 +59,96 @@ def _encode_all(
             progress(end, len(corpus))
 
 
-def _faiss_over(vectors: np.ndarray, factory: str, batch_size: int) -> Any:
-    import faiss
+def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
+    """The manifest of a complete index folder.
+
+    Raises:
+        ValueError: a file of the index is missing, or the manifest cannot be used; names the file and the fix.
+    """
+    directory = Path(directory)
+    missing = [file for file in INDEX_FILES if not (directory / file).is_file()]
+    if missing:
+        raise ValueError(
+            f"index folder {directory} lacks {', '.join(missing)}; build it with `verl-bridge index build`"
+        )
+    try:
+        manifest = json.loads((directory / "manifest.json").read_bytes())
+        if not isinstance(manifest, dict):
+            raise ValueError("it is not a JSON object")
+        for key, kind in _MANIFEST_KEYS.items():
+            if not isinstance(manifest.get(key), kind):
+                raise ValueError(f"{key} is {manifest.get(key)!r}")
+        if not isinstance(manifest["corpus"].get("sha256"), str) or not isinstance(manifest["corpus"].get("size"), int):
+            raise ValueError(f"corpus is {manifest['corpus']!r}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged("manifest.json", directory, error) from error
+    return manifest
+
+
+def read_vectors(directory: str | os.PathLike) -> np.ndarray:
+    """The stored vectors of an index folder as a memory map, (documents, dim). Raises ValueError on a damaged file."""
     import numpy as np
 
-    count, dim = vectors.shape
     try:
-        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+        vectors = np.load(Path(directory) / "embeddings.npy", mmap_mode="r", allow_pickle=False)
+        if vectors.ndim != 2 or vectors.dtype not in (np.float32, np.float16):
+            raise ValueError(f"it holds {vectors.dtype} of shape {vectors.shape}")
+    except (OSError, ValueError, EOFError) as error:
+        raise _damaged("embeddings.npy", directory, error) from error
+    return vectors
+
+
+def check_index(directory: str | os.PathLike) -> dict[str, Any]:
+    """The manifest of an index whose files agree in their headers and sizes: no corpus, no model, no vector is read.
+
+    Raises:
+        ValueError: a file is missing, damaged or from another build; names it and the fix.
+    """
+    manifest, vectors, file = read_manifest(directory), read_vectors(directory), Path(directory) / "index.faiss"
+    said = (manifest["documents"], manifest["dim"])
+    if vectors.shape != said:
+        raise _damaged("embeddings.npy", directory, f"its shape is {vectors.shape}, manifest.json says {said}")
+    with file.open("rb") as header:
+        start = header.read(16)  # FAISS: four letters, the dimension as int32, the number of vectors as int64
+    if len(start) < 16 or struct.unpack("<iq", start[4:]) != said[::-1]:
+        raise _damaged("index.faiss", directory, f"its header does not say {said[0]} documents of dimension {said[1]}")
+    if manifest.get("factory") == "Flat" and file.stat().st_size < 4 * said[0] * said[1]:
+        raise _damaged("index.faiss", directory, f"it ends after {file.stat().st_size} bytes")
+    return manifest
+
+
+def _damaged(file: str, directory: str | os.PathLike, error: Exception | str) -> ValueError:
+    return ValueError(f"{file} of index {directory} is damaged: {error}; rebuild it with `verl-bridge index build`")
+
+
+def _empty_faiss(dim: int, factory: str) -> Any:
+    import faiss
+
+    try:
+        return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
         raise ValueError(f"index factory {factory!r} is unknown to FAISS for {dim} dimensions; try 'Flat'") from error
-    if not index.is_trained:
-        rows = np.sort(np.random.default_rng(0).permutation(count)[:200_000])
-        index.train(vectors[rows].astype(np.float32))
-    for start in range(0, count, batch_size):
-        index.add(vectors[start : start + batch_size].astype(np.float32))
-    return index
+
+
+def _fill_faiss(index: Any, vectors: np.ndarray, factory: str, batch_size: int) -> None:
+    import numpy as np
+
+    count = len(vectors)
+    try:
+        if not index.is_trained:
+            rows = np.sort(np.random.default_rng(0).permutation(count)[:200_000])
+            index.train(vectors[rows].astype(np.float32))
+        for start in range(0, count, batch_size):
+            index.add(vectors[start : start + batch_size].astype(np.float32))
+    except RuntimeError as error:
+        raise ValueError(
+            f"index factory {factory!r} cannot be made from {count} documents ({error}); use 'Flat' or fewer clusters"
+        ) from error
+
+
+def _replaceable(directory: Path) -> bool:
+    """Only what was an index, or an empty folder, may be deleted for a new one."""
+    return directory.is_dir() and ((directory / "manifest.json").is_file() or not any(directory.iterdir()))
 
 
 class DocumentIndex:
@@ -101,11 +190,12 @@ class DocumentIndex:
             factory: FAISS factory string, exact search by default.
             dtype: of the stored vectors, ``float32`` or ``float16``.
             batch_size: documents in memory at a time.
-            overwrite: replace an existing folder.
+            overwrite: replace an existing index.
             progress: called after each batch.
 
         Raises:
-            ValueError: bad dtype or factory, or the folder exists and may not be replaced.
+            ValueError: bad dtype or factory, or ``directory`` exists and may not be replaced: without ``overwrite``,
+                or because it is no index.
         """
         import faiss
         import numpy as np
@@ -115,12 +205,16 @@ class DocumentIndex:
             raise ValueError(f"index dtype {dtype!r} is not supported; use 'float32' or 'float16'")
         if directory.exists() and not overwrite:
             raise ValueError(f"index folder {directory} exists; load it, pass overwrite=True or choose another")
+        if directory.exists() and not _replaceable(directory):
+            raise ValueError(f"{directory} is no index (it holds no manifest.json) and is not replaced; choose another")
+        index = _empty_faiss(encoder.base.dim, factory)  # a bad string is refused before hours of encoding
         with new_folder(directory) as folder:
             shape = (len(corpus), encoder.base.dim)
             vectors = np.lib.format.open_memmap(folder / "embeddings.npy", mode="w+", dtype=dtype, shape=shape)
             _encode_all(vectors, corpus, encoder, batch_size, progress)
             vectors.flush()
-            faiss.write_index(_faiss_over(vectors, factory, batch_size), str(folder / "index.faiss"))
+            _fill_faiss(index, vectors, factory, batch_size)
+            faiss.write_index(index, str(folder / "index.faiss"))
             manifest = {
                 "format": FORMAT,
                 "verl_bridge": __version__,
@@ -140,22 +234,20 @@ class DocumentIndex:
         """Opens an index and checks it against the corpus and, when given, the encoder.
 
         Raises:
-            ValueError: incomplete folder, unequal document counts, other dimension, corpus or encoder; both values
-                and the fix are named.
+            ValueError: incomplete or damaged folder, unequal document counts, other dimension, corpus or encoder;
+                both values and the fix are named.
         """
         import faiss
-        import numpy as np
 
         directory = Path(directory)
-        missing = [f for f in ("manifest.json", "embeddings.npy", "index.faiss") if not (directory / f).is_file()]
-        if missing:
-            raise ValueError(f"index folder {directory} lacks {', '.join(missing)}; build the index for this corpus")
-        manifest = json.loads((directory / "manifest.json").read_text())
+        manifest, embeddings = read_manifest(directory), read_vectors(directory)
         rebuild = f"rebuild {directory} from this corpus and encoder, or point to the ones it was built from"
-        if manifest.get("format") != FORMAT:
-            raise ValueError(f"index format {manifest.get('format')} is not {FORMAT}; {rebuild}")
-        index = faiss.read_index(str(directory / "index.faiss"))
-        embeddings = np.load(directory / "embeddings.npy", mmap_mode="r", allow_pickle=False)
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"index format {manifest['format']} is not {FORMAT}; {rebuild}")
+        try:
+            index = faiss.read_index(str(directory / "index.faiss"))
+        except (RuntimeError, MemoryError) as error:
+            raise _damaged("index.faiss", directory, error) from error
         counts = {"index.faiss": index.ntotal, "embeddings.npy": len(embeddings)}
         for file, count in counts.items():
             if count != len(corpus):

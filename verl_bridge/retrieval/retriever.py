@@ -47,6 +47,19 @@ class Retrieved:
         }
 
 
+def check_call(queries: Sequence[str], top_k: int) -> list[str]:
+    """The queries as text that a tokenizer can read: half of a surrogate pair becomes a question mark.
+
+    Raises:
+        ValueError: ``queries`` is no sequence of strings, or ``top_k`` no integer of at least 1.
+    """
+    if isinstance(queries, str) or not isinstance(queries, Sequence) or not all(isinstance(q, str) for q in queries):
+        raise ValueError(f"queries are {str(queries)[:80]!r}; give a list of strings")
+    if type(top_k) is not int or top_k < 1:
+        raise ValueError(f"top_k is {top_k!r}; ask for at least 1 document, as an integer")
+    return [query.encode("utf-8", "replace").decode() for query in queries]
+
+
 class Retriever:
     """Encodes queries with the current adapter and searches the frozen index.
 
@@ -74,11 +87,16 @@ class Retriever:
         return self.encoder.adapter_version
 
     def search(self, queries: Sequence[str], top_k: int | None = None) -> list[Retrieved]:
-        """One answer per query, in order; equal queries are encoded once. A blank query gets an error answer."""
-        version = self.version
+        """One answer per query, in order; equal queries are encoded once. A blank query gets an error answer.
+
+        Raises:
+            ValueError: queries or ``top_k`` of another type or range, or the query encoder diverged.
+        """
+        top_k = self.top_k if top_k is None else top_k
+        queries, version = check_call(queries, top_k), self.version
         blank = Retrieved((), (), (), version, error="the query is empty")
         unique = list(dict.fromkeys(query for query in queries if query.strip()))
-        hits = self.index.search(self.encoder.encode_queries(unique).cpu(), self.top_k if top_k is None else top_k)
+        hits = self.index.search(self.encoder.encode_queries(unique).cpu(), top_k)
         answers = {}
         for query, hit in zip(unique, hits, strict=True):
             documents = tuple(self.corpus[row] for row in hit.rows)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import faiss
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
@@ -17,7 +19,14 @@ def config(tmp_path):
     corpus, index = tmp_path / "corpus.jsonl", tmp_path / "index"
     corpus.write_text(json.dumps({"id": "1", "title": "t", "text": "x"}) + "\n")
     index.mkdir()
-    (index / "manifest.json").write_text(json.dumps({"corpus": {"size": corpus.stat().st_size}, "passage_prefix": ""}))
+    vectors = faiss.IndexFlatIP(8)
+    vectors.add(np.ones((1, 8), dtype=np.float32))
+    faiss.write_index(vectors, str(index / "index.faiss"))
+    np.save(index / "embeddings.npy", np.ones((1, 8), dtype=np.float32))
+    manifest = {"format": 1, "encoder": "e", "fingerprint": "f", "pooling": "mean", "normalised": True, "dim": 8}
+    manifest |= {"max_length": 16, "documents": 1, "passage_prefix": "", "factory": "Flat"}
+    manifest |= {"corpus": {"size": corpus.stat().st_size, "sha256": "0"}}
+    (index / "manifest.json").write_text(json.dumps(manifest))
     (tmp_path / "encoder").mkdir()
     rows = [{"reward_model": {"ground_truth": {"target": ["Lima"]}}, "x": 1}]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
@@ -26,6 +35,9 @@ def config(tmp_path):
         tmp_path / "nogold.parquet",
     )
     parquet.write_table(pa.table({"x": [1]}), tmp_path / "nocolumn.parquet")
+    parquet.write_table(pa.Table.from_pylist(rows).slice(0, 0), tmp_path / "norows.parquet")
+    parquet.write_table(pa.Table.from_pylist([rows[0] | {"agent_name": "other"}]), tmp_path / "agent.parquet")
+    (tmp_path / "fake.parquet").write_text("PAR1 no parquet")
     return OmegaConf.create(
         {
             "algorithm": {"adv_estimator": "grpo"},
@@ -62,6 +74,14 @@ def test_a_good_run_passes_and_its_config_is_left_alone(config):
         ("data.train_files", "{}/nogold.parquet", r"data.train_files: row 1 has gold answers \[\]"),
         ("data.val_files", "{}/nocolumn.parquet", "data.val_files=.*no column reward_model"),
         ("data.val_files", "{}/missing.parquet", "data.val_files=.*does not exist"),
+        ("data.val_files", "{}/missing.jsonl", "data.val_files=.*does not exist"),
+        ("data.val_files", "{}/norows.parquet", "data.val_files=.*has no rows"),
+        ("data.val_files", "{}/fake.parquet", "data.val_files=.*no readable parquet file.*write it again"),
+        ("data.val_files", "{}/agent.parquet", "data.val_files=.*column agent_name.*drop the column"),
+        ("verl_bridge.retriever.corpus", "{}", "retriever.corpus=.* is no file"),
+        ("verl_bridge.retriever.probe", "{}", "retriever.probe=.* is a folder"),
+        ("verl_bridge.retriever.encoder", "./models/e5", "retriever.encoder='./models/e5' does not exist"),
+        ("verl_bridge.retriever.encoder", "~/e5", "retriever.encoder='~/e5' does not exist"),
     ],
 )
 def test_refusals(config, tmp_path, key, value, message):
@@ -85,3 +105,18 @@ def test_a_refusal_is_one_line_and_an_exit_code(config, capsys):
     assert capsys.readouterr().err.splitlines() == [
         "verl_bridge: verl_bridge.retriever.index='/no/such' does not exist: give the path of the index"
     ]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("manifest.json", b"{}", r"retriever\.index=.*manifest\.json of index .* is damaged: format is None; rebuild"),
+        ("embeddings.npy", None, r"retriever\.index=.*lacks embeddings\.npy; build it with"),
+        ("index.faiss", b"x", r"retriever\.index=.*index\.faiss of index .* is damaged"),
+    ],
+)
+def test_a_half_built_or_damaged_index_is_refused(config, tmp_path, file, content, message):
+    path = tmp_path / "index" / file
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        check_run(config)

@@ -6,7 +6,6 @@ The arms' yaml name :class:`Preflight` as a Hydra callback, so it runs however v
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from omegaconf import DictConfig
 from verl_bridge.config import load_settings
 from verl_bridge.config.schema import ConfigError, RetrieverConfig
 from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config, read_probe
+from verl_bridge.retrieval.encoder import is_hub_name
+from verl_bridge.retrieval.index import check_index
 
 
 class Preflight(Callback):
@@ -50,30 +51,32 @@ def check_run(config: DictConfig) -> None:
 
 
 def _check_retriever(retriever: RetrieverConfig) -> None:
+    if retriever.probe is not None and Path(retriever.probe).is_dir():
+        raise ConfigError(f"verl_bridge.retriever.probe={retriever.probe!r} is a folder: give a JSONL file, or null")
     read_probe(retriever.probe)
     for name in ("corpus", "index"):
         path = getattr(retriever, name)
-        if path is not None and not Path(path).exists():
+        if not Path(path).exists():
             raise ConfigError(f"verl_bridge.retriever.{name}={path!r} does not exist: give the path of the {name}")
-    encoder = Path(retriever.encoder)
-    if encoder.is_absolute() and not encoder.is_dir():
+    if not Path(retriever.corpus).is_file():
+        raise ConfigError(
+            f"verl_bridge.retriever.corpus={retriever.corpus!r} is no file: give a JSONL or JSONL.gz file"
+        )
+    if not is_hub_name(retriever.encoder) and not Path(retriever.encoder).is_dir():
         raise ConfigError(
             f"verl_bridge.retriever.encoder={retriever.encoder!r} does not exist: give a folder or a hub name"
         )
-    manifest = Path(retriever.index) / "manifest.json"
-    if not manifest.is_file():
-        raise ConfigError(
-            f"verl_bridge.retriever.index={retriever.index!r} holds no manifest.json, so it is not a complete index: "
-            "make one with `verl-bridge index build`"
-        )
-    built = json.loads(manifest.read_text())
-    prefix = built.get("passage_prefix", "")
+    try:
+        built = check_index(retriever.index)
+    except ValueError as error:
+        raise ConfigError(f"verl_bridge.retriever.index={retriever.index!r}: {error}") from error
+    prefix = built["passage_prefix"]
     if prefix != retriever.passage_prefix:
         raise ConfigError(
             f"verl_bridge.retriever.passage_prefix={retriever.passage_prefix!r}, but the index "
             f"{retriever.index!r} was built with {prefix!r}: set the one it was built with, or rebuild it"
         )
-    made_from, size = built.get("corpus", {}).get("size"), Path(retriever.corpus).stat().st_size
+    made_from, size = built["corpus"]["size"], Path(retriever.corpus).stat().st_size
     if not retriever.corpus.endswith(".gz") and made_from != size:
         raise ConfigError(
             f"verl_bridge.retriever.index={retriever.index!r} was built from a corpus of {made_from} bytes, but "
@@ -83,15 +86,29 @@ def _check_retriever(retriever: RetrieverConfig) -> None:
 
 
 def _check_rows(key: str, file: Path) -> None:
-    if file.suffix != ".parquet":
-        return  # verl reads other forms; the trainer looks at the rows once they are loaded
     if not file.is_file():
         raise ConfigError(f"{key}={str(file)!r} does not exist: give the path of a parquet file")
+    if file.suffix != ".parquet":
+        return  # verl reads other forms; the trainer looks at the rows once they are loaded
+    import pyarrow
     import pyarrow.parquet as parquet
 
-    if "reward_model" not in parquet.read_schema(file).names:
+    try:
+        names = parquet.read_schema(file).names
+        columns = [name for name in ("reward_model",) if name in names]
+        table = parquet.read_table(file, columns=columns)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{key}={str(file)!r} is no readable parquet file ({error}): write it again") from error
+    if not table.num_rows:
+        raise ConfigError(f"{key}={str(file)!r} has no rows: give at least one")
+    if "agent_name" in names:
+        raise ConfigError(
+            f"{key}={str(file)!r} has a column agent_name, by which its rows would choose an agent loop that writes no "
+            "search traces: drop the column"
+        )
+    if not columns:
         raise ConfigError(
             f"{key}={str(file)!r} has no column reward_model and so no gold answers: every row needs "
             "reward_model={'ground_truth': {'target': ['answer', 'alias', ...]}}"
         )
-    check_gold_answers(key, parquet.read_table(file, columns=["reward_model"]).to_pylist())
+    check_gold_answers(key, table.to_pylist())
