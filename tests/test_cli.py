@@ -96,6 +96,15 @@ def test_train_hands_hydra_its_arguments_and_verl_our_plugin(monkeypatch):
     assert env["VERL_USE_EXTERNAL_MODULES"] == "mine,verl_bridge.plugin"
 
 
+@pytest.mark.parametrize(("override", "platform"), [("+verl_bridge_host=cpu", "cpu"), ("data.seed=1", None)])
+def test_train_sets_the_cpu_platform_when_the_host_is_asked_for(monkeypatch, override, platform):
+    seen = []
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(cli.subprocess, "call", lambda command, env: seen.append(env) or 0)
+    assert cli.main(["train", "+verl_bridge=gca", override]) == 0
+    assert seen[0].get("VERL_PLATFORM") == platform
+
+
 def test_debug_shows_the_traceback(monkeypatch):
     monkeypatch.setenv("VERL_BRIDGE_DEBUG", "1")
     with pytest.raises(ValueError, match="does not exist"):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "verl_bridge"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# cli → embedded, report, evaluation, integrations → bilevel → algorithms, retrieval, qa → trace
+# cli → embedded, integrations → credit, bilevel → algorithms, retrieval, qa → trace
 LEVELS = {
     "": -1,  # the version
     "trace": 0,
@@ -24,8 +24,6 @@ LEVELS = {
     "bilevel": 2,
     "credit": 2,
     "embedded": 3,
-    "report": 3,
-    "evaluation": 3,
     "integrations": 3,
     "plugin": 3,  # names what integrations register
     "doctor": 4,

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_bridge import __version__
-
-ARMS = ("baseline", "gca", "bridge", "bridge_gca")
+from verl_bridge.config.schema import ARMS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,11 +141,12 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from verl_bridge.launch import training_environment
+    from verl_bridge.launch import cpu_environment, training_environment
 
     # In a process of its own: verl reads its platform and plugin variables when it is imported.
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *options.overrides]
-    return subprocess.call(command, env=training_environment())
+    on_cpu = any(override.lstrip("+") == "verl_bridge_host=cpu" for override in options.overrides)
+    return subprocess.call(command, env=cpu_environment() if on_cpu else training_environment())
 
 
 def _encoder(options: argparse.Namespace) -> Any:

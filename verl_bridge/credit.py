@@ -18,31 +18,13 @@ from verl_bridge.config.schema import GCAConfig
 from verl_bridge.qa.signals import rollout_signals
 from verl_bridge.trace import SearchTrace
 
-#: verl's estimators whose advantage compares a rollout with the others of its prompt.
-GROUP_RELATIVE = frozenset(
-    {
-        "grpo",
-        "grpo_vectorized",
-        "grpo_passk",
-        "rloo",
-        "rloo_vectorized",
-        "reinforce_plus_plus_baseline",
-        "opo",
-        "gpg",
-        "gdpo",
-        "optimal_token_baseline",
-        "tir_optimal_token_baseline",
-    }
-)
-
 
 @dataclass(frozen=True)
 class BatchSignals:
-    """What the traces of a batch say, one entry per rollout, ``(batch,)``; see :class:`~verl_bridge.qa.Signals`."""
+    """What the traces of a batch say, ``(batch,)`` each; see :class:`~verl_bridge.qa.signals.Signals`."""
 
     hit: Tensor
     correct: Tensor
-    answered: Tensor
     yes_no: Tensor
     first_hit_turn: Tensor  # -1 without a hit
     types: Tensor
@@ -56,7 +38,7 @@ def batch_signals(traces: Sequence[SearchTrace], group_index: Tensor) -> BatchSi
         for name in ("hit", "correct", "answered", "yes_no")
     )
     first = torch.tensor([-1 if s.first_hit_turn is None else s.first_hit_turn for s in signals], dtype=torch.int64)
-    return BatchSignals(hit, correct, answered, yes_no, first, rollout_types(hit, correct, answered, group_index))
+    return BatchSignals(hit, correct, yes_no, first, rollout_types(hit, correct, answered, group_index))
 
 
 def ground(

@@ -38,6 +38,19 @@ def test_the_default_folder_gets_a_number_when_taken(tmp_path):
         folder.mkdir()
         names.append(folder.name)
     assert names == ["demo", "demo-2", "demo-3"]
+    (tmp_path / ".demo-4.running").mkdir()  # another run's, under way or failed: its log stays
+    assert demo._free_folder(tmp_path, "demo").name == "demo-5"
+    with pytest.raises(demo.DemoError, match=r"\.demo-4\.running is there.*train.log"):
+        demo.run(out=tmp_path / "demo-4")
+
+
+def test_the_progress_line_warns_of_a_policy_that_never_searches(tmp_path):
+    step = {"timing_s/step": 2.0, "critic/score/mean": 0.1, "grounding/tool_hit": 0.0, "grounding/grounded_share": 0.0}
+    path = metrics_file(tmp_path, (1, step | {"search/toolless_share": 0.95}))
+    lines = []
+    assert demo._report(path, 0, 3, 0.0, lines.append) == 1
+    assert "step   1/3" in lines[0] and "4 s left" in lines[0]
+    assert lines[1].startswith("WARNING: 95% of the rollouts never called the search tool: check that the prompt")
 
 
 def test_missing_files_are_named(tmp_path):
@@ -122,7 +135,7 @@ def test_summary_by_hand(tmp_path):
     )  # the first step is left out
     assert summary["step_seconds"]["likelihood"] == 0.0
     text = demo.table({**summary, "arm": "gca", "steps": 3})
-    assert "EM                 0.400   0.600" in text and "recall@shown       0.450   0.800" in text
+    assert "EM                 0.400   0.600" in text and "recall@3           0.450   0.800" in text
 
 
 def test_an_unfinished_run_has_no_summary(tmp_path):

@@ -50,16 +50,16 @@ def block(*pairs):
 
 def test_first_hit_turn_and_correctness():
     trace = rollout(block(("Peru", "A country.")), block(("Lima", "A city.")), block(("Lima", "Again")), answer="lima.")
-    assert rollout_signals(trace) == Signals(True, 1, True, True, "answer", False)
+    assert rollout_signals(trace) == Signals(True, 1, True, True, False)
 
 
 def test_no_hit_no_answer():
     trace = rollout(block(("Peru", "A country.")), stop_reason="length")
-    assert rollout_signals(trace) == Signals(False, None, False, False, "length", False)
+    assert rollout_signals(trace) == Signals(False, None, False, False, False)
 
 
 def test_no_search_at_all():
-    assert rollout_signals(rollout(answer="Lima")) == Signals(False, None, True, True, "answer", False)
+    assert rollout_signals(rollout(answer="Lima")) == Signals(False, None, True, True, False)
 
 
 def test_a_dropped_observation_is_no_hit():

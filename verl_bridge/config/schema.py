@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
+#: The choices of the Hydra group `verl_bridge`.
+ARMS = ("baseline", "gca", "bridge", "bridge_gca")
 #: The name that asks for GCA where verl names its estimators: algorithm.adv_estimator.
 GCA_ESTIMATOR = "gca"
 
@@ -133,7 +135,7 @@ class BridgeConfig:
     )
     credit_weights: str = _option(
         "likelihood",
-        "w_d: likelihood, softmax(ℓ_d/τ_p) [paper], or posterior, ∝ p_old(d|q)·exp(ℓ_d/τ_p) [ours].",
+        "w_d: likelihood, softmax(ℓ_d/τ_p), or posterior, ∝ p_old(d|q)·exp(ℓ_d/τ_p) [paper; forms ours].",
         choices=("likelihood", "posterior"),
     )
     tau_retrieval: float = _option(0.4, "Temperature τ_r of the retrieval distribution [paper].", low=0, open_low=True)

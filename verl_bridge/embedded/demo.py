@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_bridge.config.schema import ARMS
 from verl_bridge.embedded.assets import Assets, custom_assets, embedded_assets
 
-ARMS = ("baseline", "gca", "bridge", "bridge_gca")
 DEFAULT_STEPS = 16
 TIMERS = ("gen", "old_log_prob", "likelihood", "retriever_update", "gca", "update_actor", "step")
 PACKAGES = ("verl", "torch", "transformers", "tensordict", "ray", "peft", "faiss-cpu", "sentence-transformers")
@@ -97,13 +97,17 @@ def run(
     target = (Path(out) if out else _free_folder(Path("runs"), f"demo-{arm}-seed{seed}")).absolute()
     if target.exists():
         raise DemoError(f"--out {target} exists already: choose another folder or remove it")
+    if _running(target).exists():
+        raise DemoError(
+            f"--out {target}: {_running(target)} is there, of a run that is under way or that failed (see its "
+            "train.log): choose another folder or remove it"
+        )
 
     if corpus is None:
         assets, sizes = embedded_assets(log), sizes or EMBEDDED_SIZES
     else:
         assets, sizes = custom_assets(Path(corpus), Path(questions), log), sizes or CUSTOM_SIZES
-    work = target.with_name(f".{target.name}.running")
-    shutil.rmtree(work, ignore_errors=True)
+    work = _running(target)
     work.mkdir(parents=True)
     ready = time.monotonic()
     hold_out(assets, sizes, work)
@@ -129,7 +133,12 @@ def run(
 
 def _free_folder(parent: Path, name: str) -> Path:
     tries = (parent / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
-    return next(folder for folder in tries if not folder.exists())
+    return next(folder for folder in tries if not folder.exists() and not _running(folder).exists())
+
+
+def _running(target: Path) -> Path:
+    """Where the files of a run are until it is complete."""
+    return target.with_name(f".{target.name}.running")
 
 
 def hold_out(assets: Assets, sizes: Sizes, work: Path) -> None:
@@ -198,6 +207,7 @@ def _train(command: list[str], work: Path, steps: int, log: Callable[[str], None
     ray_folder = tempfile.mkdtemp(prefix="vbray")  # short: Ray's socket paths have a length limit
     environment = {
         **cpu_environment(),
+        "HF_HUB_OFFLINE": "1",
         "HYDRA_FULL_ERROR": "1",
         "VERL_FILE_LOGGER_PATH": str(work / "metrics.jsonl"),
         "RAY_TMPDIR": ray_folder,
@@ -248,7 +258,10 @@ def _report(path: Path, shown: int, steps: int, started: float, log: Callable[[s
             f"  {data['timing_s/step']:.1f} s a step, {left:.0f} s left"
         )
         if data["search/toolless_share"] >= 0.9:
-            log(f"WARNING: {data['search/toolless_share']:.0%} of the rollouts never called the search tool")
+            log(
+                f"WARNING: {data['search/toolless_share']:.0%} of the rollouts never called the search tool: "
+                "check that the prompt asks for <search> tags and that the policy knows them"
+            )
     return len(records)
 
 
@@ -279,7 +292,7 @@ def summarise(metrics: Path, data_source: str) -> dict[str, Any]:
 
 def table(summary: dict[str, Any]) -> str:
     """Before → after on the held-out questions, as text."""
-    rows = (("EM", "em"), ("grounded share", "grounded_share"), ("tool-hit", "tool_hit"), ("recall@shown", "recall"))
+    rows = (("EM", "em"), ("grounded share", "grounded_share"), ("tool-hit", "tool_hit"), ("recall@3", "recall"))
     lines = [f"{summary['arm']}, {summary['steps']} steps, held-out, greedy", f"{'':16}{'before':>8}{'after':>8}"]
     lines += [f"{name:16}{summary[f'{key}_start']:8.3f}{summary[f'{key}_end']:8.3f}" for name, key in rows]
     return "\n".join(lines)

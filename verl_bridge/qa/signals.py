@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from verl_bridge.qa.actions import observed_text
 from verl_bridge.qa.answers import alias_hit, exact_match, is_yes_no
-from verl_bridge.trace import SearchTrace, StopReason
+from verl_bridge.trace import SearchTrace
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,6 @@ class Signals:
         first_hit_turn: index in ``trace.turns`` of the first such turn, None without a hit.
         correct: the final answer matches a gold alias exactly.
         answered: there is a final answer.
-        stop_reason: why the rollout ended.
         yes_no: a gold is a bare yes or no, so ``hit`` says nothing.
     """
 
@@ -27,7 +26,6 @@ class Signals:
     first_hit_turn: int | None
     correct: bool
     answered: bool
-    stop_reason: StopReason
     yes_no: bool
 
 
@@ -50,7 +48,6 @@ def rollout_signals(trace: SearchTrace) -> Signals:
         first_hit_turn=first_hit_turn,
         correct=exact_match(trace.answer, trace.golden_answers),
         answered=trace.answer is not None,
-        stop_reason=trace.stop_reason,
         yes_no=is_yes_no(trace.golden_answers),
     )
 

@@ -15,6 +15,22 @@ from verl_bridge.plugin import AGENT_LOOP, ESTIMATOR, TRAINER
 from verl_bridge.qa.questions import gold_answers
 
 VERL_MODES = ("sync", "colocate_async", "separate_async")
+#: verl's estimators whose advantage compares a rollout with the others of its prompt.
+GROUP_RELATIVE = frozenset(
+    {
+        "grpo",
+        "grpo_vectorized",
+        "grpo_passk",
+        "rloo",
+        "rloo_vectorized",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "gdpo",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    }
+)
 #: Policy losses that average or branch on advantages again, so that a token's residual would not reach its gradient.
 UNFIT_LOSSES = ("geo_mean", "clip_cov", "kl_cov")
 

@@ -95,7 +95,7 @@ def _check_rows(key: str, file: Path) -> None:
 
     try:
         names = parquet.read_schema(file).names
-        columns = [name for name in ("reward_model",) if name in names]
+        columns = ["reward_model"] if "reward_model" in names else []
         table = parquet.read_table(file, columns=columns)
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{key}={str(file)!r} is no readable parquet file ({error}): write it again") from error

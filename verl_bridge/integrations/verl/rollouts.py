@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
+from verl_bridge.algorithms.grounding import index_groups
 from verl_bridge.integrations.verl.scoring import jagged
 from verl_bridge.trace import SearchTrace
 
@@ -39,10 +39,6 @@ class RolloutBatch:
     group_index: torch.Tensor
 
 
-def _plain(value: Any) -> Any:
-    return value.data if hasattr(value, "data") and not isinstance(value, dict) else value
-
-
 def read_rollouts(batch: KVBatchMeta) -> RolloutBatch:
     """Fetch what the methods need from TransferQueue. Raises ValueError when a row carries no trace."""
     keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
@@ -50,7 +46,7 @@ def read_rollouts(batch: KVBatchMeta) -> RolloutBatch:
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
     traces = []
     for extra in data.pop("extra_fields").tolist():
-        record = _plain(extra).get("search_trace")
+        record = extra.get("search_trace")
         if record is None:
             raise ValueError(
                 "a rollout carries no extra_fields['search_trace']: its agent loop is not ours; "
@@ -58,8 +54,7 @@ def read_rollouts(batch: KVBatchMeta) -> RolloutBatch:
                 "and leave agent_name out of the dataset"
             )
         traces.append(SearchTrace.from_dict(record))
-    uids = [str(_plain(uid)) for uid in data.pop("uid").tolist()]
-    order = {uid: index for index, uid in enumerate(dict.fromkeys(uids))}
+    uids = [str(uid) for uid in data.pop("uid").tolist()]
     mask = torch.nested.to_padded_tensor(data["response_mask"], 0)
     return RolloutBatch(
         keys=keys,
@@ -69,7 +64,7 @@ def read_rollouts(batch: KVBatchMeta) -> RolloutBatch:
         response_mask=mask,
         advantages=torch.nested.to_padded_tensor(data["advantages"], 0.0),
         rewards=torch.nested.to_padded_tensor(data["rm_scores"], 0.0).sum(-1),
-        group_index=torch.tensor([order[uid] for uid in uids]),
+        group_index=index_groups(uids),
     )
 
 

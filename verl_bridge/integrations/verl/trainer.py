@@ -27,7 +27,7 @@ from verl_bridge.bilevel.updater import RetrieverUpdater
 from verl_bridge.config import VerlBridgeConfig, load_settings
 from verl_bridge.files import new_file
 from verl_bridge.integrations.verl.agent_loop import encode_text
-from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config, read_probe
+from verl_bridge.integrations.verl.checks import GROUP_RELATIVE, check_gold_answers, prepare_config, read_probe
 from verl_bridge.integrations.verl.rollouts import RolloutBatch, read_rollouts, write_advantages
 from verl_bridge.integrations.verl.scoring import score_answers
 from verl_bridge.plugin import TRAINER
@@ -215,7 +215,7 @@ class SearchTrainerMixin:
             rollouts.response_mask,
             rollouts.group_index,
             rollouts.rewards,
-            group_relative=self.base_estimator in credit.GROUP_RELATIVE and self.config.actor_rollout_ref.rollout.n > 1,
+            group_relative=self.base_estimator in GROUP_RELATIVE,
             settings=self.settings.gca,
         )
         write_advantages(batch, rollouts, result.advantages)
