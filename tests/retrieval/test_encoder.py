@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from verl_bridge.retrieval.encoder import BaseEncoder, DocumentEncoder, QueryEncoder, load_encoders
+from verl_bridge.retrieval.encoder import BaseEncoder, DocumentEncoder, QueryEncoder, length_groups, load_encoders
 
 TEXTS = ["capital of Elsberg", "who pays with the Borsk crown in the old town by the lake?", "a"]
 
@@ -150,3 +150,22 @@ def test_half_precision_documents_stay_close(encoders):
     difference = (half.encode_documents(TEXTS) - documents.encode_documents(TEXTS)).abs().max().item()
     assert 0 < difference < 0.02
     assert half.describe()["compute_dtype"] == "bfloat16"
+
+
+def test_a_long_text_never_pads_short_ones():
+    texts = ["x" * length for length in (9, 5000, 5, 2000, *range(20, 40))]
+    groups = list(length_groups(texts, 8))
+    assert sorted(i for group in groups for i in group) == list(range(len(texts)))
+    assert max(map(len, groups)) == 8 and groups[-1] == [3, 1]
+    assert all(len(texts[group[-1]]) <= 4 * len(texts[group[0]]) + 64 for group in groups[:-1])
+    # with a bound on the padded size, of two of 2,000 characters each is alone
+    assert list(length_groups(texts, 8, characters=3000))[-2:] == [[3], [1]]
+    assert list(length_groups([], 8)) == []
+
+
+def test_vectors_do_not_depend_on_who_shares_the_pass(encoders):
+    queries, _ = encoders
+    long = "which coin " * 60
+    together = queries.encode_queries([*TEXTS, long])
+    alone = torch.cat([queries.encode_queries([text]) for text in (*TEXTS, long)])
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)

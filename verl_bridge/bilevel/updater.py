@@ -21,10 +21,12 @@ import torch
 from verl_bridge.algorithms.bridge import BridgeLoss, bridge_loss, retrieval_log_probs
 from verl_bridge.bilevel.batch import RetrieverBatch
 from verl_bridge.files import new_folder
-from verl_bridge.retrieval.encoder import QueryEncoder
+from verl_bridge.retrieval.encoder import QueryEncoder, length_groups
 from verl_bridge.retrieval.index import DocumentIndex
 
 logger = logging.getLogger(__name__)
+
+CHARACTERS_AT_ONCE = 4096  # of one group of queries, padding included: some 1,000 tokens
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class RetrieverUpdater:
         credit_weights: ``likelihood`` or ``posterior``.
         minibatch_size: turns per optimiser step, None for all.
         epochs: passes over a batch.
-        queries_at_once: distinct queries whose activations are held at a time; gradients add up over the groups, so
-            that it bounds memory and changes nothing else.
+        queries_at_once: most distinct queries whose activations are held at a time, fewer when they are long; gradients
+            add up over the groups, so that it bounds memory and changes nothing else.
         max_grad_norm: gradient norm above which gradients are scaled down.
         weight_decay: AdamW weight decay.
         max_staleness: how many versions back a turn may have been served (0: synchronous training).
@@ -269,7 +271,10 @@ class RetrieverUpdater:
         all_scores = torch.zeros(data.mask.shape, device=rows.device)
         squares = {"rl": 0.0, "rag": 0.0}
         self.optimizer.zero_grad(set_to_none=True)
-        for group in data.query_index[rows].unique().split(self.queries_at_once):
+        used = data.query_index[rows].unique()
+        texts = [data.queries[i] for i in used.tolist()]
+        for positions in length_groups(texts, self.queries_at_once, CHARACTERS_AT_ONCE):
+            group = used[sorted(positions)]
             part = rows[torch.isin(data.query_index[rows], group)]
             embeddings = self.encoder.encode_queries([data.queries[i] for i in group.tolist()], training=True)
             scores = self._scores(embeddings[torch.searchsorted(group, data.query_index[part])], data, part)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,37 @@ if TYPE_CHECKING:
     import torch
 
 
+# Texts longer than this are cut by every encoder in use, so they cost no more.
+LONGEST_TEXT = 2048
+
+
 def is_hub_name(name: str) -> bool:
     """Whether an encoder's name has to mean the hub: no folder of that name, and not written like a path."""
     return not Path(name).exists() and not name.startswith(("/", "./", "../", "~")) and name.count("/") <= 1
+
+
+def length_groups(texts: Sequence[str], most: int, characters: int | None = None) -> Iterator[list[int]]:
+    """Positions of texts to encode together, shortest first: a group is padded to its longest text.
+
+    Args:
+        texts: what is to be encoded.
+        most: texts in a group.
+        characters: bound on a group's longest text times its number of texts; None sets none.
+    """
+    group: list[int] = []
+    shortest = 0
+    for position in sorted(range(len(texts)), key=lambda i: len(texts[i])):
+        length = min(len(texts[position]), LONGEST_TEXT)
+        full = len(group) == most or (characters is not None and length * (len(group) + 1) > characters)
+        # one long query among many short ones would cost as much as a whole group of long ones
+        if group and (full or length > 4 * shortest + 64):
+            yield group
+            group = []
+        if not group:
+            shortest = length
+        group.append(position)
+    if group:
+        yield group
 
 
 class BaseEncoder:
@@ -104,10 +132,11 @@ class BaseEncoder:
 
         if not texts:
             return torch.empty(0, self.dim, device=self.model.device)
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        groups = list(length_groups(texts, self.batch_size))
+        order = [position for group in groups for position in group]
         parts = []
-        for start in range(0, len(order), self.batch_size):
-            features = self.model.preprocess([texts[i] for i in order[start : start + self.batch_size]])
+        for group in groups:
+            features = self.model.preprocess([texts[i] for i in group])
             features = {k: v.to(self.model.device) if torch.is_tensor(v) else v for k, v in features.items()}
             parts.append(self.model(features)["sentence_embedding"].float())
         vectors = torch.cat(parts)[torch.tensor(order, device=self.model.device).argsort()]
