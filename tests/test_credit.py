@@ -13,6 +13,8 @@ from verl_bridge.algorithms.grounding import RolloutType
 from verl_bridge.config.schema import GCAConfig
 from verl_bridge.trace import SearchTrace, SearchTurn
 
+UNIFORM = GCAConfig(enable=True, salience="uniform")
+
 
 def trace_of(*steps, answer=None, gold="Lima", extra=2):
     """Turns from ``hit`` | ``miss`` | ``failed`` | ``bad``: four sampled tokens, the first and last of them tags."""
@@ -87,9 +89,7 @@ def test_one_group_by_hand():
     assert signals.first_hit_turn.tolist() == [1, 0, 0, -1]
     mask = masks(traces)
     base = torch.tensor([2.0, -2.0, -2.0, 2.0])[:, None] * mask
-    result = credit.ground(
-        traces, signals, base, mask, groups, rewards, group_relative=True, settings=GCAConfig(enable=True)
-    )
+    result = credit.ground(traces, signals, base, mask, groups, rewards, group_relative=True, settings=UNIFORM)
     up, down = 0.5 * 0.05, -0.5 * 0.05
     a = [0, up, up, 0, 0, 0] * 2 + [0, down, down, 0, 0, 0] + [0, up, up, 0]
     b1 = [0, up, up, 0, 0, 0, 0, -0.05, -0.05, 0]
@@ -105,9 +105,9 @@ def test_yes_no_questions_are_gated_and_can_be_kept():
     groups, rewards, mask = torch.zeros(2, dtype=torch.int64), torch.tensor([1.0, 0.0]), masks(traces)
     signals = credit.batch_signals(traces, groups)
     base = torch.tensor([1.0, -1.0])[:, None] * mask
-    gated = credit.ground(traces, signals, base, mask, groups, rewards, group_relative=True, settings=GCAConfig())
+    gated = credit.ground(traces, signals, base, mask, groups, rewards, group_relative=True, settings=UNIFORM)
     assert torch.equal(gated.advantages, base)
-    keep = GCAConfig(enable=True, yes_no="keep")
+    keep = GCAConfig(enable=True, yes_no="keep", salience="uniform")
     kept = credit.ground(traces, signals, base, mask, groups, rewards, group_relative=True, settings=keep)
     # right without evidence, and nobody of the group found any: it leaves the loss
     assert signals.types[0] == RolloutType.D_NOT_RETRIEVABLE and not kept.advantages[0].any()
@@ -160,6 +160,7 @@ ROLLOUTS = st.tuples(
 @given(st.lists(st.tuples(ROLLOUTS, st.integers(0, 3)), min_size=1, max_size=12))
 @settings(max_examples=80, deadline=None)
 def test_equals_the_token_by_token_reference(rows):
+    """With uniform salience, and with margins and entropies."""
     golds = {}
     traces, groups = [], []
     for (steps, answer, gold), group in rows:
@@ -175,8 +176,69 @@ def test_equals_the_token_by_token_reference(rows):
     base = grpo(rewards, groups)[:, None] * mask
     index, reward = torch.tensor(groups), torch.tensor(rewards)
     signals = credit.batch_signals(traces, index)
-    result = credit.ground(
-        traces, signals, base, mask, index, reward, group_relative=True, settings=GCAConfig(enable=True)
-    )
+    result = credit.ground(traces, signals, base, mask, index, reward, group_relative=True, settings=UNIFORM)
     reference = reference_advantages(traces, base, mask, groups, rewards)
     torch.testing.assert_close(result.advantages, reference, rtol=0, atol=1e-6)
+
+    generator = torch.Generator().manual_seed(len(rows))
+    statistics = {
+        "margin": 3 * torch.randn(mask.shape, generator=generator),
+        "top_entropy": torch.rand(mask.shape, generator=generator),
+    }
+    weighed = GCAConfig(enable=True)
+    assert weighed.salience == "margin_entropy"
+    result = credit.ground(
+        traces, signals, base, mask, index, reward, group_relative=True, settings=weighed, **statistics
+    )
+    reference = reference_advantages(traces, base, mask, groups, rewards, **statistics)
+    torch.testing.assert_close(result.advantages, reference, rtol=0, atol=1e-6)
+
+
+def test_salience_without_statistics_is_refused():
+    trace = trace_of("hit", answer="Lima")
+    signals = credit.batch_signals([trace], torch.tensor([0]))
+    mask = masks([trace])
+    with pytest.raises(ValueError, match="salience=uniform"):
+        credit.ground(
+            [trace], signals, mask, mask, torch.tensor([0]), torch.ones(1), group_relative=False, settings=GCAConfig()
+        )
+
+
+def test_the_oracle_is_asked_where_a_type_hangs_on_it_and_decides_it():
+    alone = trace_of("miss", answer="Lima")  # right without evidence, and so is nobody's hit
+    others = [trace_of("hit", answer="Quito"), trace_of("miss", answer="Quito")]
+    groups = torch.tensor([0, 0])
+    assert credit.oracle_queries([alone, others[1]]) == {"capital?": ("capital? Lima", ("Lima",))}
+    assert credit.oracle_queries([alone, others[0]]) == {}  # a hit: retrievable already
+    assert credit.oracle_queries([others[1]]) == {}  # wrong: type C
+    for found, kind in ((True, RolloutType.D_RETRIEVABLE), (False, RolloutType.D_NOT_RETRIEVABLE)):
+        hits = torch.tensor([found, found])
+        types = credit.batch_signals([alone, others[1]], groups, oracle_hit=hits).types.tolist()
+        assert types == [kind, RolloutType.C]
+
+
+def test_entropy_by_segment():
+    trace = trace_of("hit", "miss", answer="Lima")  # tokens 0-3, 6-9 and 12-15, the outer two of each are tags
+    mask, entropy = masks([trace]), torch.arange(16.0).unsqueeze(0)
+    signals = credit.batch_signals([trace], torch.tensor([0]))
+    result = credit.ground(
+        [trace],
+        signals,
+        mask.float(),
+        mask,
+        torch.tensor([0]),
+        torch.ones(1),
+        group_relative=False,
+        settings=UNIFORM,
+        entropy=entropy,
+    )
+    # VSEARCH 1, 2; RSEARCH 7, 8; ANS 13, 14; tags 0, 3, 6, 9, 12, 15
+    expected = {"VSEARCH": 1.5, "RSEARCH": 7.5, "ANS": 13.5, "NONE": 7.5}
+    assert {name: result.metrics[f"gca/entropy/{name}"] for name in expected} == expected
+
+
+def test_unicode_aliases_find_what_the_default_does_not():
+    trace = trace_of("hit", answer="x", gold="Ｌｉｍａ")  # full width
+    index = torch.tensor([0])
+    assert not credit.batch_signals([trace], index).hit.item()
+    assert credit.batch_signals([trace], index, unicode=True).hit.item()

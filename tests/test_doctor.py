@@ -134,23 +134,20 @@ def test_a_hub_name_is_a_note_and_a_missing_folder_a_problem(tmp_path, monkeypat
 
 
 def test_a_damaged_index_is_a_problem(tmp_path):
-    import faiss
     import numpy as np
 
     finding = doctor._index(str(tmp_path / "i"))
-    assert finding.status == "problem" and "lacks manifest.json, embeddings.npy, index.faiss" in finding.detail
+    assert finding.status == "problem" and "lacks manifest.json, embeddings.npy" in finding.detail
     assert "verl-bridge index build" in finding.fix
     (tmp_path / "i").mkdir()
-    vectors = np.eye(3, 8, dtype=np.float32)
-    index = faiss.IndexFlatIP(8)
-    index.add(vectors)
-    manifest = {"format": 1, "encoder": "e", "fingerprint": "f", "pooling": "mean", "normalised": True, "dim": 8}
+    np.save(tmp_path / "vectors.npy", np.eye(3, 8, dtype=np.float32))
+    vectors = (tmp_path / "vectors.npy").read_bytes()
+    manifest = {"format": 2, "encoder": "e", "fingerprint": "f", "pooling": "mean", "normalised": True, "dim": 8}
     manifest |= {"passage_prefix": "", "max_length": None, "documents": 3, "corpus": {"sha256": "0", "size": 9}}
-    manifest |= {"factory": "Flat"}
+    manifest |= {"factory": "Flat", "files": {"embeddings.npy": {"size": len(vectors), "sha256": "0"}}}
 
     def write():
-        np.save(tmp_path / "i" / "embeddings.npy", vectors)
-        faiss.write_index(index, str(tmp_path / "i" / "index.faiss"))
+        (tmp_path / "i" / "embeddings.npy").write_bytes(vectors)
         (tmp_path / "i" / "manifest.json").write_text(json.dumps(manifest))
 
     write()
@@ -159,13 +156,48 @@ def test_a_damaged_index_is_a_problem(tmp_path):
         ("manifest.json", b"{", "manifest.json of index"),
         ("manifest.json", json.dumps(manifest | {"documents": 4}).encode(), "its shape is (3, 8)"),
         ("embeddings.npy", b"x", "embeddings.npy of index"),
-        ("index.faiss", b"", "its header does not say 3 documents of dimension 8"),
-        ("index.faiss", (tmp_path / "i" / "index.faiss").read_bytes()[:60], "it ends after 60 bytes"),
+        ("embeddings.npy", vectors + b"x", f"it has {len(vectors) + 1} bytes"),
     ):
         write()
         (tmp_path / "i" / file).write_bytes(content)
         finding = doctor._index(str(tmp_path / "i"))
         assert finding.status == "problem" and says in finding.detail, (file, finding)
+
+
+def test_a_server_answers_is_something_else_or_is_down(monkeypatch):
+    """The first of three servers is ours and wants a token, the second is Search-R1's, the third is not there."""
+    import asyncio
+
+    from aiohttp import web
+    from aiohttp.test_utils import TestServer
+
+    async def health(request):
+        state = {"adapter_version": 2, "documents": 16, "dim": 384, "encoder": "minilm", "draining": False}
+        return web.json_response(state)
+
+    async def adapter(request):
+        if request.headers.get("Authorization") != "Bearer secret":
+            return web.json_response({"detail": "give the bearer token"}, status=401)
+        return web.json_response({"adapter_version": 2, "sha256": "0"})
+
+    async def run():
+        ours = web.Application()
+        ours.router.add_get("/health", health)
+        ours.router.add_get("/adapter", adapter)
+        async with TestServer(ours) as first, TestServer(web.Application()) as second:
+            urls = f"{first.make_url('')},{second.make_url('')},http://127.0.0.1:9"
+            return str(first.make_url("")).rstrip("/"), await asyncio.to_thread(lambda: list(doctor._servers(urls)))
+
+    monkeypatch.delenv("VERL_BRIDGE_TOKEN", raising=False)
+    url, (first, second, third) = asyncio.run(run())
+    assert first.status == "problem" and "HTTP 401" in first.detail and "set VERL_BRIDGE_TOKEN" in first.fix
+    assert second.status == "problem" and "Search-R1" in second.detail and "verl-bridge serve" in second.fix
+    assert third.status == "problem" and "http://127.0.0.1:9 cannot be reached" in third.detail
+    monkeypatch.setenv("VERL_BRIDGE_TOKEN", "secret")
+    url, (first, *_) = asyncio.run(run())
+    assert first == Finding("server", "ok", f"{url}: 16 documents × 384, encoder minilm, adapter version 2")
+    (bad,) = doctor._servers("127.0.0.1:8000")
+    assert bad.status == "problem" and "give http://HOST:PORT" in bad.detail
 
 
 def test_report_and_exit_code(monkeypatch, capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_bridge.files import new_file, new_folder
+from verl_bridge.files import cache_dir, new_file, new_folder
 
 
 @pytest.mark.parametrize("make", [new_folder, new_file])
@@ -33,3 +33,14 @@ def test_replaced_when_complete_and_kept_when_not(tmp_path):
         raise RuntimeError
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["new"] and (tmp_path / "b").read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("VERL_BRIDGE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert cache_dir() == tmp_path / ".cache" / "verl_bridge"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert str(cache_dir()) == "/x/verl_bridge"
+    monkeypatch.setenv("VERL_BRIDGE_CACHE", "~/mine")
+    assert cache_dir() == tmp_path / "mine"

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "verl_bridge"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# cli → embedded, integrations → credit, bilevel → algorithms, retrieval, qa → trace
+# cli → commands → embedded, evaluation, integrations → credit, bilevel → algorithms, retrieval, qa → trace
 LEVELS = {
     "": -1,  # the version
     "trace": 0,
@@ -26,8 +26,10 @@ LEVELS = {
     "embedded": 3,
     "integrations": 3,
     "plugin": 3,  # names what integrations register
+    "evaluation": 3,
     "doctor": 4,
-    "cli": 5,
+    "commands": 5,
+    "cli": 6,
 }
 TOP_LEVEL = {
     "verl_bridge",
@@ -113,13 +115,15 @@ def test_top_level_holds_nothing_else():
         "from verl_bridge.config.schema import VerlBridgeConfig; VerlBridgeConfig.from_mapping({})",
         "import verl_bridge.doctor",
         "from verl_bridge.cli import main; main(['demo', '--help'])",
+        "from verl_bridge.cli import main; main(['index', 'build', '--help'])",
+        "from verl_bridge.cli import main; main(['serve', '--help'])",
         "import verl_bridge.retrieval.corpus, verl_bridge.retrieval.encoder, verl_bridge.retrieval.index",
         "import verl_bridge.qa.reward, verl_bridge.qa.actions, verl_bridge.qa.questions",
     ],
 )
 def test_stays_light(code):
     """None of these may pull in a framework, neither directly nor through something else."""
-    heavy = "torch transformers faiss verl ray numpy hydra omegaconf sentence_transformers peft".split()
+    heavy = "torch transformers faiss verl ray numpy hydra omegaconf sentence_transformers peft fastapi aiohttp".split()
     check = f"""
 import atexit, sys
 def show():

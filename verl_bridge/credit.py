@@ -13,7 +13,8 @@ from torch import Tensor
 
 from verl_bridge.algorithms.bridge import standardised_outcome
 from verl_bridge.algorithms.gca import GCAResult, RoutingTable, grounded_advantages
-from verl_bridge.algorithms.grounding import Groups, RolloutType, TurnTable, rollout_types, segment_map
+from verl_bridge.algorithms.grounding import Groups, RolloutType, Segment, TurnTable, rollout_types, segment_map
+from verl_bridge.algorithms.salience import token_salience
 from verl_bridge.config.schema import GCAConfig
 from verl_bridge.qa.signals import rollout_signals
 from verl_bridge.trace import SearchTrace
@@ -30,15 +31,46 @@ class BatchSignals:
     types: Tensor
 
 
-def batch_signals(traces: Sequence[SearchTrace], group_index: Tensor) -> BatchSignals:
-    """Sub-outcomes and types of a batch of rollouts; rows with one number in ``group_index`` share a prompt."""
-    signals = [rollout_signals(trace) for trace in traces]
+def batch_signals(
+    traces: Sequence[SearchTrace],
+    group_index: Tensor,
+    *,
+    oracle_hit: Tensor | None = None,
+    unicode: bool = False,
+) -> BatchSignals:
+    """Sub-outcomes and types of a batch of rollouts.
+
+    Args:
+        traces: one record a row.
+        group_index: rows with one number share a prompt, ``(batch,)``.
+        oracle_hit: what :func:`oracle_queries` found, ``(batch,)`` bool; None when the oracle is off.
+        unicode: match aliases in the Unicode-aware way.
+    """
+    signals = [rollout_signals(trace, unicode=unicode) for trace in traces]
     hit, correct, answered, yes_no = (
         torch.tensor([getattr(s, name) for s in signals], dtype=torch.bool)
         for name in ("hit", "correct", "answered", "yes_no")
     )
     first = torch.tensor([-1 if s.first_hit_turn is None else s.first_hit_turn for s in signals], dtype=torch.int64)
-    return BatchSignals(hit, correct, yes_no, first, rollout_types(hit, correct, answered, group_index))
+    return BatchSignals(
+        hit, correct, yes_no, first, rollout_types(hit, correct, answered, group_index, oracle_hit=oracle_hit)
+    )
+
+
+def oracle_queries(traces: Sequence[SearchTrace], *, unicode: bool = False) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """What to ask for to learn whether evidence could have been found, by question: (question + gold, golds) [paper].
+
+    Only for questions with a right answer without a hit and no hit in any rollout: elsewhere no type hangs on it.
+    """
+    hit, unsupported = set(), {}
+    for trace in traces:
+        signals = rollout_signals(trace, unicode=unicode)
+        if signals.hit:
+            hit.add(trace.question)
+        elif signals.correct:
+            query = f"{trace.question} {trace.golden_answers[0]}"
+            unsupported[trace.question] = (query, trace.golden_answers)
+    return {question: asked for question, asked in unsupported.items() if question not in hit}
 
 
 def ground(
@@ -51,15 +83,36 @@ def ground(
     *,
     group_relative: bool,
     settings: GCAConfig,
+    margin: Tensor | None = None,
+    top_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
 ) -> GCAResult:
     """GCA on a batch: turns to segments, types to routes, advantages ``(batch, response)`` to grounded ones.
 
+    Args:
+        traces, signals: the records and what :func:`batch_signals` made of them.
+        advantages, response_mask, group_index, rewards, group_relative: see
+            :func:`~verl_bridge.algorithms.gca.grounded_advantages`.
+        settings: ``verl_bridge.gca``.
+        margin, top_entropy: the old policy's token statistics, ``(batch, response)``; needed by ``margin_entropy``.
+        entropy: the old policy's entropy in nats, for the metrics alone.
+
     Raises:
-        ValueError: see :func:`~verl_bridge.algorithms.gca.grounded_advantages`.
+        ValueError: see :func:`~verl_bridge.algorithms.gca.grounded_advantages`, or no statistics where they are needed.
     """
     turns = TurnTable.of([trace.turns for trace in traces])
     segments = segment_map(turns, signals.first_hit_turn, response_mask)
-    return grounded_advantages(
+    routing = RoutingTable(**settings.routing_rows(), merged=settings.merged_search)
+    salience = None
+    if settings.salience == "margin_entropy":
+        if margin is None or top_entropy is None:
+            raise ValueError(
+                "verl_bridge.gca.salience=margin_entropy without the policy's margins and entropies: the engine gave "
+                "none; set verl_bridge.gca.salience=uniform"
+            )
+        routed = routing.tensor(torch.float32, segments.device)[signals.types.long().unsqueeze(1), segments.long()]
+        salience = token_salience(margin, top_entropy, segments, response_mask, routed.sign(), c_max=settings.c_max)
+    result = grounded_advantages(
         advantages,
         response_mask,
         segments,
@@ -67,13 +120,25 @@ def ground(
         group_index,
         rewards,
         group_relative=group_relative,
+        salience=None if salience is None else salience.to(advantages.dtype),
         gated_rows=signals.yes_no if settings.yes_no == "gate" else None,
-        routing=RoutingTable(**settings.routing_rows()),
+        routing=routing,
         rho=settings.rho,
         scale=settings.s,
         kappa=settings.kappa,
         c_max=settings.c_max,
     )
+    if entropy is not None:
+        result.metrics.update(_segment_entropy(entropy, segments, response_mask))
+    return result
+
+
+def _segment_entropy(entropy: Tensor, segments: Tensor, response_mask: Tensor) -> dict[str, float]:
+    """Mean entropy of the sampled tokens of each segment, ``gca/entropy/*`` in nats; 0 where there are none."""
+    codes = torch.where(response_mask.bool(), segments.long(), len(Segment)).flatten()
+    sums = torch.zeros(len(Segment) + 1, dtype=torch.float64).index_add_(0, codes, entropy.flatten().double())
+    counts = torch.bincount(codes, minlength=len(Segment) + 1).clamp(min=1)
+    return {f"gca/entropy/{code.name}": value for code, value in zip(Segment, (sums / counts).tolist(), strict=False)}
 
 
 def trajectory_advantages(

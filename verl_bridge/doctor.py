@@ -6,6 +6,7 @@ training run would find it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl_bridge import __version__
+from verl_bridge.config.schema import RetrieverConfig
+from verl_bridge.retrieval.client import RetrievalClient, split_urls
 from verl_bridge.retrieval.encoder import is_hub_name
 from verl_bridge.retrieval.index import check_index
 
 Status = Literal["ok", "note", "problem"]
 ROOT = Path(__file__).parent
+TOKEN = RetrieverConfig().token_env
 # distribution → the module that must be importable; another distribution may provide it (faiss-gpu).
 REQUIRED = {
     "torch": "torch",
@@ -34,6 +38,8 @@ REQUIRED = {
     "faiss-cpu": "faiss",
     "sentence-transformers": "sentence_transformers",
     "safetensors": "safetensors",
+    "aiohttp": "aiohttp",
+    "orjson": "orjson",
     "cachetools": "cachetools",
     "fastapi": "fastapi",
     "uvicorn": "uvicorn",
@@ -138,13 +144,15 @@ class Report:
         return "\n".join([*lines, "", "ready" if not problems else f"{problems} problem(s): see the arrows above"])
 
 
-def examine(encoder: str | None = None, index: str | None = None) -> Report:
-    """Look at everything; ``encoder`` and ``index`` are checked besides the demo's own files."""
+def examine(encoder: str | None = None, index: str | None = None, url: str | None = None) -> Report:
+    """Look at everything; ``encoder``, ``index`` and servers at ``url`` are checked besides the demo's own files."""
     findings = [_python(), *_packages(), *_plugin(), *registration(), _demo_encoder(), _demo_policy()]
     if encoder is not None:
         findings.append(_encoder(encoder))
     if index is not None:
         findings.append(_index(index))
+    if url is not None:
+        findings += _servers(url)
     return Report(tuple(findings))
 
 
@@ -287,6 +295,33 @@ def _index(folder: str) -> Finding:
         fix = f"build it: verl-bridge index build --corpus FILE --encoder NAME --out {folder} --overwrite"
         return Finding("index", "problem", str(error), fix)
     return Finding("index", "ok", f"{folder}: {manifest['documents']} documents × {manifest['dim']}")
+
+
+def _servers(url: str) -> Iterator[Finding]:
+    """Whether each retrieval server answers, and takes the token that a run would send."""
+    try:
+        urls = split_urls(url)
+    except ValueError as error:
+        yield Finding("server", "problem", str(error), "correct --url")
+        return
+    for one in urls:
+
+        async def ask(one: str = one) -> tuple[dict[str, Any], int]:
+            token = os.environ.get(TOKEN) or None
+            async with RetrievalClient(one, token=token, deadline=5.0, attempts=2) as client:
+                state = (await client.health())[one]
+                return state, (await client.versions())[one]
+
+        try:
+            state, version = asyncio.run(ask())
+        except (RuntimeError, ValueError) as error:
+            fix = "start one: verl-bridge serve --corpus FILE --index FOLDER"
+            if "HTTP 401" in str(error) or "bearer token" in str(error):
+                fix = f"set {TOKEN} to the token that the server was started with"
+            yield Finding("server", "problem", str(error), fix)
+        else:
+            size = f"{state['documents']} documents × {state['dim']}"
+            yield Finding("server", "ok", f"{one}: {size}, encoder {state['encoder']}, adapter version {version}")
 
 
 def _demo_encoder() -> Finding:

@@ -33,6 +33,7 @@ def register() -> None:
     register_post_import_hook(_register_estimator, "verl.trainer.ppo.core_algos")
     register_post_import_hook(_register_agent_loop, "verl.experimental.agent_loop.agent_loop")
     register_post_import_hook(_register_trainer, "verl.trainer.ppo.v1")
+    register_post_import_hook(_register_engine, "verl.workers.engine.fsdp.transformer_impl")
 
 
 def check_verl_version(version: str) -> None:
@@ -64,6 +65,14 @@ def _register_agent_loop(agent_loop: ModuleType) -> None:
 
 def _register_estimator(core_algos: ModuleType) -> None:
     core_algos.register_adv_est(ESTIMATOR)(needs_our_trainer)
+
+
+def _register_engine(transformer_impl: ModuleType) -> None:
+    from verl_bridge.integrations.verl.engine import SalienceFSDPEngine
+
+    # An entry with a vendor goes before verl's own; device cpu has an engine of its own.
+    register = transformer_impl.EngineRegistry.register
+    register("language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor=["nvidia", "amd"])(SalienceFSDPEngine)
 
 
 def needs_our_trainer(*args: Any, **kwargs: Any) -> NoReturn:

@@ -206,7 +206,17 @@ def test_metrics_by_hand():
     assert counts == {"singleton": 1, "all_right": 2, "all_wrong": 1, "mixed": 1}
     assert metrics["groups"] == 4
     assert metrics["groups_zero_variance_share"] == pytest.approx(2 / 3)  # of the groups of two or more
+    assert metrics["groups_zero_variance_all_right"] == metrics["groups_zero_variance_all_wrong"] == 1
     assert metrics["groups_only_negative"] == 0
+
+
+def test_groups_without_variance_are_told_apart_by_their_rewards():
+    #                        all wrong, graded   all wrong    all right      alone
+    metrics = measure(
+        [0] * 7, [0, 0, 0, 0, 1, 1, 0], [0, 0, 1, 1, 2, 2, 3], rewards=[0.0, 0.1, 0.0, 0.0, 0.8, 0.8, 0.0]
+    )
+    assert metrics["groups_zero_variance_all_wrong"] == metrics["groups_zero_variance_all_right"] == 1
+    assert metrics["groups_all_wrong"] == 3
 
 
 def test_grounding_gap_and_identity_by_hand():

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_bridge import config
 from verl_bridge.algorithms.gca import RoutingTable
+from verl_bridge.config import schema
 from verl_bridge.config.schema import SECTIONS, ConfigError, VerlBridgeConfig
 
 GROUP = Path(config.__file__).parent / "verl_bridge"
@@ -73,6 +74,24 @@ def test_frozen():
         ({"bridge": [1]}, ["verl_bridge.bridge=[1]", "not a group"]),
         ({"gca": None}, ["verl_bridge.gca=null", "leave it out"]),
         ({"retriever": {"encoder": ""}}, ["verl_bridge.retriever.encoder=''", "empty"]),
+        ({"retriever": {"url": ""}}, ["verl_bridge.retriever.url=''", "null"]),
+        ({"retriever": {"token_env": ""}}, ["verl_bridge.retriever.token_env=''", "give a value"]),
+        ({"retriever": {"family": "e6"}}, ["verl_bridge.retriever.family='e6'", "e5, bge, gte, minilm, contriever"]),
+        ({"retriever": {"pooling": "max"}}, ["verl_bridge.retriever.pooling='max'", "mean, cls"]),
+        ({"retriever": {"normalize": "yes"}}, ["verl_bridge.retriever.normalize='yes'", "bool"]),
+        ({"retriever": {"max_length": 0}}, ["verl_bridge.retriever.max_length=0", "at least 1"]),
+        ({"retriever": {"compute_dtype": "bf16"}}, ["verl_bridge.retriever.compute_dtype='bf16'", "bfloat16"]),
+        ({"retriever": {"search_dtype": "int8"}}, ["verl_bridge.retriever.search_dtype='int8'", "auto"]),
+        ({"retriever": {"deadline": 0}}, ["verl_bridge.retriever.deadline=0.0", "above 0"]),
+        ({"retriever": {"replicas": 0}}, ["verl_bridge.retriever.replicas=0", "at least 1"]),
+        (
+            {"retriever": {"url": "http://a:1", "replicas": 2}},
+            ["verl_bridge.retriever.url='http://a:1'", "verl_bridge.retriever.replicas=2", "replicas=1, or url=null"],
+        ),
+        (
+            {"retriever": {"url": "http://a:1", "shards": 3}},
+            ["verl_bridge.retriever.url='http://a:1'", "verl_bridge.retriever.shards=3", "shards=1, or url=null"],
+        ),
         ("bridge_gca", ["verl_bridge='bridge_gca'", "plugin", "verl-bridge doctor"]),
         ({"gca": {"routing": {"E": {}}}}, ["verl_bridge.gca.routing.E", "A, B1, B2, C, D"]),
         ({"gca": {"routing": {"A": {"ANSWER": 1}}}}, ["verl_bridge.gca.routing.A.ANSWER=1", "VSEARCH, RSEARCH, ANS"]),
@@ -89,16 +108,10 @@ def test_refusals_name_key_value_and_fix(settings, parts):
 @pytest.mark.parametrize(
     ("settings", "use"),
     [
-        ({"gca": {"salience": "margin_entropy"}}, "salience: uniform"),
-        ({"gca": {"yes_no": "drop"}}, "yes_no: gate"),
-        ({"gca": {"oracle_query": True}}, "leave it at False"),
-        ({"gca": {"margin_k": 5}}, "leave it at 3"),
         ({"bridge": {"likelihood_context": "prefix"}}, "likelihood_context: question"),
         ({"bridge": {"estimator": "two_state"}}, "estimator: bridge"),
         ({"bridge": {"schedule": "joint"}}, "schedule: bridge"),
         ({"retriever": {"query_input": "question_query"}}, "query_input: query"),
-        ({"retriever": {"url": "http://127.0.0.1:1"}}, "leave it at None"),
-        ({"retriever": {"replicas": 2}}, "leave it at 1"),
     ],
 )
 def test_what_is_not_built_is_refused_not_ignored(settings, use):
@@ -114,6 +127,18 @@ def test_bound_is_named_with_its_numbers():
     VerlBridgeConfig.from_mapping({"gca": {"rho": 0.4, "routing": {"B1": {"ANS": -0.5}}}})
 
 
+def test_a_merged_search_segment_has_one_number_of_any_sign():
+    merged = {"merged_search": True, "routing": {k: {"VSEARCH": -0.2, "RSEARCH": -0.2} for k in ("A", "B1", "B2")}}
+    merged["routing"] |= {k: {"VSEARCH": 0.0, "RSEARCH": 0.0} for k in ("C", "D")}
+    gca = VerlBridgeConfig.from_mapping({"gca": merged}).gca
+    table = RoutingTable(**gca.routing_rows(), merged=gca.merged_search)
+    assert table.a[:2] == (-0.2, -0.2) and table.b1 == (-0.2, -0.2, -1.0)
+    assert "never blamed" in refused({"gca": {**merged, "merged_search": False}})
+    message = refused({"gca": {"merged_search": True}})
+    assert "routing.A: VSEARCH=0.5 and RSEARCH=-0.5" in message and "--merged-table" in message
+
+
+@settings(deadline=None)
 @given(
     rho=st.floats(0, 4), s=st.floats(0, 4), kappa=st.floats(0.01, 0.99), c_max=st.floats(0.01, 1), ans=st.floats(-4, 4)
 )
@@ -146,3 +171,28 @@ def test_whole_numbers_are_fine_for_floats_and_nulls_for_optionals():
     assert settings.gca.s == 1.0 and type(settings.gca.s) is float
     assert settings.bridge.token_budget == 512
     assert VerlBridgeConfig.from_mapping(settings.to_dict()) == settings
+
+
+def test_families_and_formats_are_the_retrievers():
+    """The schema may not import what it configures, so it repeats the names."""
+    from verl_bridge.retrieval.families import FAMILIES
+    from verl_bridge.retrieval.precision import COMPUTE_DTYPES
+
+    assert schema.FAMILIES == tuple(FAMILIES) and schema.DTYPES == COMPUTE_DTYPES
+
+
+def test_an_empty_prefix_is_a_prefix_and_null_is_the_familys():
+    retriever = VerlBridgeConfig.from_mapping({"retriever": {"query_prefix": "", "family": "e5"}}).retriever
+    assert (retriever.query_prefix, retriever.passage_prefix) == ("", None)
+
+
+def test_spread_over_copies_or_parts():
+    spread = {
+        (replicas, shards): VerlBridgeConfig.from_mapping(
+            {"retriever": {"replicas": replicas, "shards": shards}}
+        ).retriever.spread
+        for replicas in (1, 2)
+        for shards in (1, 2)
+    }
+    assert spread == {(1, 1): False, (1, 2): True, (2, 1): True, (2, 2): True}
+    assert not VerlBridgeConfig.from_mapping({"retriever": {"url": "http://a:1,http://b:1"}}).retriever.spread

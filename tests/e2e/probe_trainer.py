@@ -21,7 +21,9 @@ def _register(v1: ModuleType) -> None:
     from verl.trainer.ppo import core_algos
 
     from tests.e2e.reference import reference_advantages
+    from verl_bridge.integrations.verl.checks import GROUP_RELATIVE
     from verl_bridge.integrations.verl.rollouts import read_rollouts
+    from verl_bridge.integrations.verl.salience import ENTROPY, MARGIN
     from verl_bridge.integrations.verl.scoring import score_answers
     from verl_bridge.integrations.verl.trainer import BridgeTrainerSync
 
@@ -33,7 +35,7 @@ def _register(v1: ModuleType) -> None:
 
         def _compute_advantage(self, batch, metrics):
             batch = super()._compute_advantage(batch, metrics)
-            rollouts = read_rollouts(batch)
+            rollouts = read_rollouts(batch, [MARGIN, ENTROPY] if self._weighs_tokens else [])
             data = tq.kv_batch_get(keys=rollouts.keys, partition_id=batch.partition_id, select_fields=["rm_scores"])
             rewards = torch.nested.to_padded_tensor(data["rm_scores"], 0.0)
             plain, _ = core_algos.compute_grpo_outcome_advantage(
@@ -41,10 +43,16 @@ def _register(v1: ModuleType) -> None:
                 response_mask=rollouts.response_mask,
                 index=np.array(rollouts.uids, dtype=object),
             )
-            critic = self.base_estimator == "gae"
-            base = self._base if critic else plain
+            base = plain if self.base_estimator == "grpo" else self._base
             reference = reference_advantages(
-                rollouts.traces, base, rollouts.response_mask, rollouts.uids, rollouts.rewards, not critic
+                rollouts.traces,
+                base,
+                rollouts.response_mask,
+                rollouts.uids,
+                rollouts.rewards,
+                self.base_estimator in GROUP_RELATIVE,
+                margin=rollouts.columns.get(MARGIN),
+                top_entropy=rollouts.columns.get(ENTROPY),
             )
             texts = [
                 self.tokenizer.decode(self.tokenizer.encode(trace.question)) == trace.question
@@ -61,7 +69,7 @@ def _register(v1: ModuleType) -> None:
                 "versions": sorted(
                     {t.adapter_version for r in rollouts.traces for t in r.searches if t.status == "ok"}
                 ),
-                "now_version": ray.get(self.retriever.version.remote()),
+                "now_version": ray.get(self.retriever.version.remote()) if self.retriever else None,
                 "questions_encode": all(texts),
                 "likelihood": score_answers(
                     self.actor_rollout_wg,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 import string
 import unicodedata
 
@@ -26,8 +28,31 @@ def holds(text, alias):
     return bool(wanted) and any(words[i : i + len(wanted)] == wanted for i in range(len(words)))
 
 
-def reference_advantages(traces, base, response_mask, uids, rewards, variance_gate=True):
-    """Grounded advantages with the default settings as nested loops over tokens; no variance gate under a critic."""
+def cell_salience(margins, entropies, sign, c_max=0.5):
+    """Salience of one cell's tokens from the definition, in Python's floats; the factor a by bisection."""
+    median = statistics.median(margins)
+    mad = statistics.median(abs(m - median) for m in margins)
+    raw = [1.0] * len(margins)
+    if sign and len(margins) >= 4 and mad >= 1e-6:
+        for i, (m, h) in enumerate(zip(margins, entropies, strict=True)):
+            z = min(3.0, max(-3.0, (m - median) / (1.4826 * mad)))
+            u = 1 / (1 + math.exp(z))
+            if sign < 0:
+                u, h = 1 - u, 1 - h
+            raw[i] = 0.6 * u + 0.3 * h + 0.1 * u * h
+    low, high = 0.0, c_max / min(raw)
+    for _ in range(200):
+        a = (low + high) / 2
+        enough = sum(min(c_max, a * value) for value in raw) >= len(raw) * c_max / 2
+        low, high = (low, a) if enough else (a, high)
+    return [min(c_max, high * value) for value in raw]
+
+
+def reference_advantages(traces, base, response_mask, uids, rewards, variance_gate=True, margin=None, top_entropy=None):
+    """Grounded advantages with the default settings as nested loops over tokens; no variance gate under a critic.
+
+    Salience is uniform without margins and entropies.
+    """
     first_hit, correct = [], []
     for trace in traces:
         hits = [
@@ -56,17 +81,27 @@ def reference_advantages(traces, base, response_mask, uids, rewards, variance_ga
             kind = "A" if correct[row] else "B1" if trace.answer is not None else "B2"
         else:
             kind = "C"
+        cells = {}  # segment → its λ and tokens
         for index, turn in enumerate(trace.turns):
             if turn.status == "error":
                 continue
             if turn.kind == "search" and hit and index <= first_hit[row]:
-                route = TABLE[kind][0]
+                segment = 0
             elif turn.kind == "answer":
-                route = TABLE[kind][2]
+                segment = 2
             else:
-                route = TABLE[kind][1]
+                segment = 1
+            tokens = cells.setdefault(segment, [])
             for token in range(*turn.span):
                 if response_mask[row, token] and not any(a <= token < b for a, b in turn.tag_spans):
-                    value = float(base[row, token])
-                    grounded[row, token] = value + abs(value) * 0.2 * route * 0.25
+                    tokens.append(token)
+        for segment, tokens in cells.items():
+            route, weights = TABLE[kind][segment], [0.25] * len(tokens)
+            if margin is not None and tokens:
+                weights = cell_salience(
+                    [float(margin[row, t]) for t in tokens], [float(top_entropy[row, t]) for t in tokens], route
+                )
+            for token, weight in zip(tokens, weights, strict=True):
+                value = float(base[row, token])
+                grounded[row, token] = value + abs(value) * 0.2 * route * weight
     return grounded

@@ -154,9 +154,37 @@ def test_baseline_is_plain_verl_bit_for_bit(start):
     assert not any(key.startswith(("gca/", "bridge/")) for key in run.metrics[1])
 
 
-def test_ppo_with_a_critic(start):
+@pytest.mark.parametrize(
+    ("estimator", "loss"),
+    [
+        ("grpo_vectorized", "vanilla"),
+        ("rloo", "vanilla"),
+        ("reinforce_plus_plus", "vanilla"),
+        ("reinforce_plus_plus_baseline", "vanilla"),
+        ("grpo", "gspo"),
+    ],
+)
+def test_other_base_estimators_and_gspo(start, estimator, loss):
+    """One step each: the residual sits on that estimator's own advantages, and the actor trains on the result."""
+    run = start(
+        f"{estimator}-{loss}",
+        "gca",
+        1,
+        f"algorithm.adv_estimator={estimator}",
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}",
+    )
+    record = run.steps[1]
+    assert record["rows"] == 16 and record["actor_receives_it"]
+    assert record["grounding_moves"] > 0.01 and record["reference_differs"] < 1e-6
+    assert 0 < run.metrics[1]["gca/residual_mean"] and run.metrics[1]["gca/residual_max"] <= 0.1
+    assert run.metrics[1]["actor/grad_norm"] > 0
+
+
+def test_ppo_with_a_critic_and_two_serving_replicas(start):
     policy = f"critic.model.path={embedded_assets().policy}"
-    run = start("critic", "bridge_gca", 1, "algorithm.adv_estimator=gae", "critic.enable=true", policy)
+    served = "verl_bridge.retriever.replicas=2"
+    run = start("critic", "bridge_gca", 1, "algorithm.adv_estimator=gae", "critic.enable=true", policy, served)
+    assert run.metrics[1]["timing_s/publish_adapter"] > 0
     record = run.steps[1]
     assert run.metrics[1]["critic/vf_loss"] > 0 and record["now_version"] == 1 and record["actor_receives_it"]
     # advantages of both signs in one rollout, and the residual follows each token's own

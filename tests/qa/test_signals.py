@@ -105,6 +105,22 @@ def test_parts_of_words_are_no_hits(gold, text):
     assert rollout_signals(rollout(block(("x", text)), golds=(gold,))).hit is False
 
 
+def test_evidence_can_be_found_across_spellings_while_exact_match_stays():
+    trace = rollout(block(("Rome", "by Émile Zola\N{EN DASH}1896")), golds=("Emile Zola",), answer="Émile Zola")
+    assert rollout_signals(trace) == Signals(False, None, False, True, False)
+    assert rollout_signals(trace, unicode=True) == Signals(True, 0, False, True, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "hit"), [("首都は東京です", True), ("首都は京東です", False), ("首都は\n東\n京", True)]
+)
+def test_passages_without_spaces(text, hit):
+    assert rollout_signals(rollout(block(("日本", text)), golds=("東京",)), unicode=True).hit is hit
+    # cut off before the last character of the alias, it is no hit
+    whole = block(("日本", text))
+    assert rollout_signals(rollout(whole[: whole.index("京")]), unicode=True).hit is False
+
+
 def test_yes_no_golds_are_marked():
     assert rollout_signals(rollout(golds=("Yes",), answer="yes")).yes_no is True
 

@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from verl_bridge.config import load_settings
+from verl_bridge.retrieval.families import FAMILIES
 
 RECIPE = Path(__file__).parents[2] / "recipes/bridge_gca_qwen2.5-3b"
 
@@ -53,7 +54,9 @@ def test_method_settings(monkeypatch):
     assert (gca.rho, gca.kappa, gca.c_max) == (0.2, 0.1, 0.5)
     assert (bridge.gamma, bridge.lr, bridge.tau_retrieval, bridge.tau_posterior) == (0.25, 1e-5, 0.4, 0.5)
     assert retriever.encoder == "intfloat/e5-base-v2" and retriever.index == "/data/index"
-    assert (retriever.query_prefix, retriever.passage_prefix) == ("query: ", "passage: ")
+    family = FAMILIES[retriever.family]
+    assert (family.query_prefix, family.passage_prefix) == ("query: ", "passage: ")
+    assert (retriever.query_prefix, retriever.passage_prefix) == (None, None)  # the family's
     assert (retriever.shown, retriever.top_k, retriever.lora_rank) == (3, 10, 16)
     assert settings.agent.max_turns == 5
 

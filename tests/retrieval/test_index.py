@@ -1,45 +1,14 @@
+"""Search equals brute force over what is stored; an index that does not belong here is refused with both values."""
+
 import json
-import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
+from tests.retrieval.words import WordEncoder, encoded, make_corpus, queries
 from verl_bridge.retrieval.corpus import Corpus
-from verl_bridge.retrieval.index import DocumentIndex, check_index
-
-
-class WordEncoder:
-    """Vectors from the bytes of a text: cheap and repeatable. ``base`` and ``describe`` as the real one has."""
-
-    def __init__(self, dim=8, fingerprint="f", fail_at=None):
-        self.dim, self.fingerprint, self.fail_at, self.batches = dim, fingerprint, fail_at, []
-        self.base = self
-
-    def describe(self):
-        return {
-            "encoder": "words",
-            "revision": None,
-            "fingerprint": self.fingerprint,
-            "pooling": "mean",
-            "normalised": True,
-            "dim": self.dim,
-            "passage_prefix": "",
-            "max_length": 16,
-        }
-
-    def encode_documents(self, passages):
-        self.batches.append(len(passages))
-        if self.fail_at is not None and len(self.batches) == self.fail_at:
-            raise RuntimeError("out of memory")
-        rows = [np.random.default_rng(list(p.encode())).normal(size=self.dim) for p in passages]
-        return torch.nn.functional.normalize(torch.tensor(np.array(rows), dtype=torch.float32), dim=-1)
-
-
-def make_corpus(folder, count):
-    path = folder / f"c{count}.jsonl"
-    path.write_text("".join(json.dumps({"id": f"d{i}", "contents": f"t{i}\nx"}) + "\n" for i in range(count)))
-    return Corpus.open(path)
+from verl_bridge.retrieval.index import DocumentIndex, check_index, compare_vectors, manifest_settings, open_index
 
 
 @pytest.fixture
@@ -47,21 +16,15 @@ def corpus(tmp_path):
     return make_corpus(tmp_path, 50)
 
 
-def queries(count, dim=8):
-    return torch.tensor(np.random.default_rng(0).normal(size=(count, dim)), dtype=torch.float32)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_exact_search_equals_brute_force_over_the_stored_vectors(corpus, tmp_path, dtype):
-    encoder, done = WordEncoder(), []
-    index = DocumentIndex.build(
-        corpus, encoder, tmp_path / "i", dtype=dtype, batch_size=7, progress=lambda *args: done.append(args)
-    )
-    assert encoder.batches == [7] * 7 + [1] and done[0] == (7, 50) and done[-1] == (50, 50)
+    encoder = WordEncoder()
+    index = DocumentIndex.build(corpus, encoder, tmp_path / "i", dtype=dtype)
+    assert sorted(file.name for file in (tmp_path / "i").iterdir()) == ["embeddings.npy", "manifest.json"]
     stored = index.vectors([f"d{i}" for i in range(50)])
-    exact = encoder.encode_documents([corpus[i].contents for i in range(50)])
+    exact = encoded(encoder, corpus)
     torch.testing.assert_close(stored, exact, atol=0 if dtype == "float32" else 5e-4, rtol=0)
-    assert stored.dtype == torch.float32
+    assert stored.dtype == torch.float32 and index.embeddings.dtype == dtype
     scores = queries(5) @ stored.T
     for hits, row in zip(index.search(queries(5), 6), scores, strict=True):
         best = row.topk(6)
@@ -73,8 +36,10 @@ def test_exact_search_equals_brute_force_over_the_stored_vectors(corpus, tmp_pat
         index.vectors(["d99"])
 
 
-def test_fewer_documents_than_top_k(tmp_path):
-    index = DocumentIndex.build(make_corpus(tmp_path, 3), WordEncoder(), tmp_path / "i")
+@pytest.mark.parametrize("factory", ["Flat", "HNSW8", "IVF1,Flat"])
+def test_fewer_documents_than_top_k(tmp_path, factory):
+    """KNOWN_FAULTS 18: three documents and k=5 give three results, never the last document by row −1."""
+    index = DocumentIndex.build(make_corpus(tmp_path, 3), WordEncoder(), tmp_path / "i", factory=factory)
     (hits,) = index.search(queries(1), 5)
     assert sorted(hits.rows) == [0, 1, 2] and len(hits.scores) == 3
     assert list(hits.scores) == sorted(hits.scores, reverse=True)
@@ -104,6 +69,7 @@ def test_bad_queries_are_refused(corpus, tmp_path):
 
 
 def test_index_and_corpus_out_of_step_name_both_numbers(corpus, tmp_path):
+    """KNOWN_FAULTS 19."""
     DocumentIndex.build(corpus, WordEncoder(), tmp_path / "i")
     for other in (49, 51):
         with pytest.raises(ValueError, match=rf"holds 50 documents but the corpus {other}; rebuild"):
@@ -113,9 +79,6 @@ def test_index_and_corpus_out_of_step_name_both_numbers(corpus, tmp_path):
     changed.write_text(corpus.path.read_text().replace("t7", "T7"))
     with pytest.raises(ValueError, match="built from corpus"):
         DocumentIndex.load(tmp_path / "i", Corpus.open(changed))
-    np.save(tmp_path / "i" / "embeddings.npy", np.zeros((48, 8), dtype=np.float32))
-    with pytest.raises(ValueError, match=r"embeddings\.npy holds 48 documents but the corpus 50"):
-        DocumentIndex.load(tmp_path / "i", corpus)
 
 
 def test_another_encoder_or_dimension_is_refused(corpus, tmp_path):
@@ -124,109 +87,130 @@ def test_another_encoder_or_dimension_is_refused(corpus, tmp_path):
         DocumentIndex.load(tmp_path / "i", corpus, WordEncoder(dim=16))
     with pytest.raises(ValueError, match=r"built with fingerprint 'f' .* has 'g'"):
         DocumentIndex.load(tmp_path / "i", corpus, WordEncoder(fingerprint="g"))
-    prefixed = WordEncoder()
-    prefixed.describe = lambda: {**WordEncoder().describe(), "passage_prefix": "passage: "}
-    with pytest.raises(ValueError, match=r"passage_prefix '' .* has 'passage: '"):
-        DocumentIndex.load(tmp_path / "i", corpus, prefixed)
-    np.save(tmp_path / "i" / "embeddings.npy", np.zeros((50, 9), dtype=np.float32))
-    with pytest.raises(ValueError, match=r"embeddings\.npy has dimension 9 but manifest\.json says 8"):
-        DocumentIndex.load(tmp_path / "i", corpus)
-    with pytest.raises(ValueError, match=r"lacks manifest\.json, embeddings\.npy, index\.faiss"):
+    for key, value in (("passage_prefix", "passage: "), ("pooling", "cls"), ("normalised", False), ("max_length", 8)):
+        other = WordEncoder()
+        other.describe = lambda key=key, value=value: {**WordEncoder().describe(), key: value}
+        with pytest.raises(ValueError, match=rf"built with {key} .* has {value!r}; rebuild"):
+            DocumentIndex.load(tmp_path / "i", corpus, other)
+    with pytest.raises(ValueError, match=r"lacks manifest\.json, embeddings\.npy; build it with"):
         DocumentIndex.load(tmp_path / "none", corpus)
 
 
-def test_a_failed_build_leaves_nothing_and_an_existing_folder_stays(corpus, tmp_path):
-    for final in ("new", "old"):
-        if final == "old":
-            DocumentIndex.build(corpus, WordEncoder(), tmp_path / final)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            DocumentIndex.build(corpus, WordEncoder(fail_at=3), tmp_path / final, batch_size=10, overwrite=True)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["old"]
-    assert len(DocumentIndex.load(tmp_path / "old", corpus, WordEncoder())) == 50
-    with pytest.raises(ValueError, match="exists"):
-        DocumentIndex.build(corpus, WordEncoder(), tmp_path / "old")
-    with pytest.raises(ValueError, match="'Flatt' is unknown to FAISS"):
-        DocumentIndex.build(corpus, WordEncoder(), tmp_path / "odd", factory="Flatt")
-    with pytest.raises(ValueError, match="dtype 'int8'"):
-        DocumentIndex.build(corpus, WordEncoder(), tmp_path / "odd", dtype="int8")
-    rebuilt = DocumentIndex.build(corpus, WordEncoder(fingerprint="g"), tmp_path / "old", overwrite=True)
-    assert rebuilt.manifest["fingerprint"] == "g" and rebuilt.manifest["corpus"]["sha256"] == corpus.sha256
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["old"]
-
-
-def test_building_streams(tmp_path):
-    """Peak Python and NumPy memory follows the batch, not the corpus: the vectors lie in a memory map."""
-
-    class Zeros(WordEncoder):
-        def encode_documents(self, passages):
-            return torch.zeros(len(passages), self.dim)
-
-    peaks = {}
-    for count in (2_000, 20_000):
-        corpus = make_corpus(tmp_path, count)
-        tracemalloc.start()
-        DocumentIndex.build(corpus, Zeros(dim=64), tmp_path / f"i{count}", batch_size=100, factory="Flat")
-        peaks[count] = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    whole = 20_000 * 64 * 4  # bytes of all vectors
-    assert peaks[20_000] - peaks[2_000] < 0.05 * whole, (peaks, whole)
-
-
-def test_only_an_index_or_an_empty_folder_is_overwritten(corpus, tmp_path):
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "thesis.tex").write_text("mine")
-    (tmp_path / "file").write_text("mine")
+def test_the_manifest_says_what_the_index_was_made_of(corpus, tmp_path):
     encoder = WordEncoder()
-    for name in ("notes", "file"):
-        with pytest.raises(ValueError, match=rf"{name} is no index .* not replaced"):
-            DocumentIndex.build(corpus, encoder, tmp_path / name, overwrite=True)
-    assert (tmp_path / "notes" / "thesis.tex").read_text() == (tmp_path / "file").read_text() == "mine"
-    assert encoder.batches == []
-    (tmp_path / "empty").mkdir()
-    assert len(DocumentIndex.build(corpus, encoder, tmp_path / "empty", overwrite=True)) == 50
+    index = DocumentIndex.build(corpus, encoder, tmp_path / "i", query_prefix="query: ", factory="HNSW8")
+    manifest = index.manifest
+    assert {key: manifest[key] for key in encoder.describe()} == encoder.describe()
+    assert (manifest["format"], manifest["factory"], manifest["dtype"], manifest["documents"]) == (
+        (2, "HNSW8", "float16", 50)
+    )
+    assert manifest["corpus"] == {"sha256": corpus.sha256, "size": corpus.size}
+    assert {file: said["size"] for file, said in manifest["files"].items()} == {
+        file: (tmp_path / "i" / file).stat().st_size for file in ("embeddings.npy", "index.faiss")
+    }
+    assert manifest_settings(tmp_path / "i") == {
+        "encoder": "words", "revision": None, "family": None, "query_prefix": "query: ", "passage_prefix": "",
+        "max_length": 16, "pooling": "mean", "normalize": True,
+    }  # fmt: skip
 
 
-def test_a_bad_factory_is_refused_before_encoding_and_a_failed_training_names_it(corpus, tmp_path):
-    encoder = WordEncoder()
-    with pytest.raises(ValueError, match="'Flatt' is unknown to FAISS"):
-        DocumentIndex.build(corpus, encoder, tmp_path / "i", factory="Flatt")
-    assert encoder.batches == []
-    with pytest.raises(ValueError, match="factory 'IVF100,Flat' cannot be made from 50 documents"):
-        DocumentIndex.build(corpus, encoder, tmp_path / "i", factory="IVF100,Flat")
-    assert not (tmp_path / "i").exists()
+def flip(data):
+    """One bit of the last vector: sizes and headers stay as they were."""
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
-@pytest.mark.parametrize(
-    ("file", "damage", "message"),
-    [
-        ("manifest.json", lambda data: data[:40], r"manifest\.json of index .* is damaged: .*; rebuild it with"),
-        ("manifest.json", lambda data: b"[1]", "not a JSON object"),
-        ("manifest.json", lambda data: b"\xff", "is damaged"),
-        ("manifest.json", lambda data: b"[" * 200_000, "is damaged"),
-        ("manifest.json", lambda data: data.replace(b'"pooling"', b'"poling"'), "damaged: pooling is None"),
-        ("manifest.json", lambda data: data.replace(b'"size"', b'"sise"'), "damaged: corpus is"),
-        ("embeddings.npy", lambda data: data[:-100], r"embeddings\.npy of index .* is damaged"),
-        ("embeddings.npy", lambda data: b"", r"embeddings\.npy of index .* is damaged"),
-        ("index.faiss", lambda data: data[:50], r"index\.faiss of index .* is damaged"),
-        ("index.faiss", lambda data: None, r"lacks index\.faiss; build it with"),
-    ],
-)
-def test_a_damaged_index_names_the_file_and_the_fix(corpus, tmp_path, file, damage, message):
-    DocumentIndex.build(corpus, WordEncoder(), tmp_path / "i")
-    path = tmp_path / "i" / file
-    data = damage(path.read_bytes())
-    path.unlink() if data is None else path.write_bytes(data)
+DAMAGES = [
+    ("manifest.json", lambda data: data[:40], r"manifest\.json of index .* is damaged: .*; rebuild it with"),
+    ("manifest.json", lambda data: b"[1]", "not a JSON object"),
+    ("manifest.json", lambda data: b"\xff", "is damaged"),
+    ("manifest.json", lambda data: b"[" * 200_000, "is damaged"),
+    ("manifest.json", lambda data: data.replace(b'"pooling"', b'"poling"'), "damaged: pooling is None"),
+    ("manifest.json", lambda data: data.replace(b'"size"', b'"sise"'), "damaged: corpus is"),
+    ("manifest.json", lambda data: data.replace(b'"files"', b'"fils"'), "damaged: files is None"),
+    ("manifest.json", lambda data: data.replace(b'"embeddings.npy"', b'"../x"'), "files say None of embeddings.npy"),
+    ("manifest.json", lambda data: data.replace(b'"format": 2', b'"format": 1'), "has format 1, this version reads 2"),
+    ("embeddings.npy", lambda data: data[:-100], r"embeddings\.npy of index .* is damaged"),
+    ("embeddings.npy", lambda data: data + b"x", r"embeddings\.npy of index .* is damaged: it has \d+ bytes"),
+    ("embeddings.npy", lambda data: b"", r"embeddings\.npy of index .* is damaged"),
+    ("embeddings.npy", lambda data: None, r"lacks embeddings\.npy; build it with"),
+    ("index.faiss", lambda data: data[:50], r"index\.faiss of index .* is damaged: it has 50 bytes"),
+    ("index.faiss", lambda data: b"x" * len(data), r"index\.faiss of index .* its header does not say 50 documents"),
+    ("index.faiss", lambda data: None, r"lacks index\.faiss; build it with"),
+]
+
+
+@pytest.fixture(scope="module")
+def approximate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("approximate")
+    corpus = make_corpus(folder, 50)
+    DocumentIndex.build(corpus, WordEncoder(), folder / "i", factory="HNSW8")
+    return corpus, {file.name: file.read_bytes() for file in (folder / "i").iterdir()}
+
+
+@pytest.mark.parametrize(("file", "damage", "message"), DAMAGES)
+def test_a_damaged_index_names_the_file_and_the_fix(approximate, tmp_path, file, damage, message):
+    corpus, files = approximate
+    (tmp_path / "i").mkdir()
+    for name, data in {**files, file: damage(files[file])}.items():
+        if data is not None:
+            (tmp_path / "i" / name).write_bytes(data)
+    for verify in (True, False):  # all of this shows without reading the vectors
+        with pytest.raises(ValueError, match=message):
+            DocumentIndex.load(tmp_path / "i", corpus, verify=verify)
+    with pytest.raises(ValueError, match=message):
+        check_index(tmp_path / "i")
+
+
+@pytest.mark.parametrize("file", ["embeddings.npy", "index.faiss"])
+def test_a_single_wrong_bit_is_found_by_the_checksum(approximate, tmp_path, file):
+    corpus, files = approximate
+    (tmp_path / "i").mkdir()
+    for name, data in {**files, file: flip(files[file])}.items():
+        (tmp_path / "i" / name).write_bytes(data)
+    message = rf"{file} of index .* is damaged: its SHA-256 is not"
     with pytest.raises(ValueError, match=message):
         DocumentIndex.load(tmp_path / "i", corpus)
+    with pytest.raises(ValueError, match=message):
+        check_index(tmp_path / "i", verify=True)
+    assert check_index(tmp_path / "i")["documents"] == len(open_index(tmp_path / "i", corpus, verify=False).vectors)
 
 
 @pytest.mark.parametrize("factory", ["Flat", "SQ8", "HNSW8", "IVF2,Flat", "IVF2,PQ4x2", "PCA4,Flat", "SQ8,RFlat"])
-def test_the_cheap_check_reads_the_header_of_every_kind(corpus, tmp_path, factory):
-    built = DocumentIndex.build(corpus, WordEncoder(), tmp_path / "i", factory=factory)
+def test_every_kind_is_built_checked_and_searched(corpus, tmp_path, factory):
+    encoder = WordEncoder()
+    built = DocumentIndex.build(corpus, encoder, tmp_path / "i", factory=factory)
     assert check_index(tmp_path / "i") == built.manifest
+    loaded = DocumentIndex.load(tmp_path / "i", corpus, encoder)
+    (hits,) = loaded.search(loaded.vectors(["d7"]), 50)
+    assert len(set(hits.rows)) == len(hits.rows) and 7 in hits.rows[:25]
+    # whatever the index keeps, learning reads the vectors as they were encoded
+    torch.testing.assert_close(loaded.vectors(["d7"]), encoded(encoder, corpus)[[7]], atol=5e-4, rtol=0)
 
 
-def test_a_place_that_cannot_be_written_is_named(corpus, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match=r"file/deep/i cannot be written \(Not a directory\); choose another place"):
-        DocumentIndex.build(corpus, WordEncoder(), tmp_path / "file" / "deep" / "i")
+def test_documents_encoded_again_agree_or_the_worst_is_named(corpus, tmp_path):
+    encoder = WordEncoder()
+    DocumentIndex.build(corpus, encoder, tmp_path / "i")
+    stored = open_index(tmp_path / "i", corpus, encoder)
+    cosine, _ = compare_vectors(stored, corpus, encoder)
+    assert cosine > 0.9999
+
+    class Turned(WordEncoder):
+        """Says what the right one says, but the last document comes out otherwise."""
+
+        def encode_documents(self, passages):
+            vectors = super().encode_documents(passages)
+            vectors[-1] = -vectors[-1]
+            return vectors
+
+    with pytest.raises(ValueError, match=r"row 49 \(document 'd49'\) has cosine -1\.000 .* passage prefix"):
+        compare_vectors(stored, corpus, Turned())
+
+
+def test_an_index_of_a_model_that_knows_no_lengths_is_no_obstacle(corpus, tmp_path):
+    DocumentIndex.build(corpus, WordEncoder(), tmp_path / "i")
+    manifest = json.loads((tmp_path / "i" / "manifest.json").read_text())
+    manifest |= {"max_length": None, "pooling": "none", "normalised": False}
+    (tmp_path / "i" / "manifest.json").write_text(json.dumps(manifest))
+    settings = manifest_settings(tmp_path / "i")
+    assert (settings["max_length"], settings["pooling"], settings["normalize"]) == (None, None, None)
+    assert np.isfinite(DocumentIndex.load(tmp_path / "i", corpus).search(queries(1), 1)[0].scores).all()

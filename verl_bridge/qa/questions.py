@@ -48,7 +48,7 @@ class QuestionsReport:
         return asdict(self)
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Rows with the place that messages name: a line number in JSONL, a row number in parquet, both from 1."""
     if path.suffix == ".parquet":
         import pyarrow
@@ -139,7 +139,7 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"questions file {path} does not exist: give a .jsonl, .jsonl.gz or .parquet file")
-    questions = [_parse(row, where, number) for number, (where, row) in enumerate(_rows(path), 1)]
+    questions = [_parse(row, where, number) for number, (where, row) in enumerate(json_rows(path), 1)]
     if not questions:
         raise ValueError(f"questions file {path} is empty: it needs at least one row")
     return questions

@@ -29,17 +29,19 @@ class Signals:
     yes_no: bool
 
 
-def rollout_signals(trace: SearchTrace) -> Signals:
+def rollout_signals(trace: SearchTrace, *, unicode: bool = False) -> Signals:
     """Hit, first hit turn and correctness of a rollout [paper].
 
     Only what the retriever returned *and* the model could read counts [ours]: text cut off or dropped before the
-    context, failed retrievals and information blocks that the model wrote itself are no hits.
+    context, failed retrievals and information blocks that the model wrote itself are no hits. ``unicode`` chooses the
+    normalisation that evidence is found with (:mod:`verl_bridge.qa.answers`); correctness is Search-R1's exact match
+    always, the one that the reward counts.
     """
     first_hit_turn = next(
         (
             index
             for index, turn in enumerate(trace.turns)
-            if turn.shown and alias_hit(observed_text(turn.observation), trace.golden_answers)
+            if turn.shown and alias_hit(observed_text(turn.observation), trace.golden_answers, unicode=unicode)
         ),
         None,
     )

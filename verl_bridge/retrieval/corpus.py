@@ -1,4 +1,7 @@
-"""Documents on disk, read by position: the text never has to fit into memory."""
+"""Documents on disk, read by position: the text never has to fit into memory.
+
+A large file is parsed once: where its documents start, its digest and the look-up of ids are kept in the cache folder.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,15 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_bridge.files import cache_dir as default_cache_dir
+from verl_bridge.files import new_folder
+
+if TYPE_CHECKING:
+    import numpy as np
+
+CACHED_FROM = 1 << 20  # bytes; a smaller corpus is parsed as fast as a cache is read
 
 
 @dataclass(frozen=True)
@@ -31,10 +43,22 @@ class Document:
 
 def _parse(line: bytes, where: str) -> Document:
     """One JSONL line as a document. Raises ValueError that names the line and the fix."""
+    import orjson
+
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not a JSON object ({error}); write one object per line or drop the line") from None
+        record = orjson.loads(line)
+        plain = isinstance(record, dict) and not isinstance(record.get("id"), float)
+    except ValueError:
+        plain = False
+    if not plain:
+        # What orjson refuses, the standard library may take (NaN, a byte order mark), or it says why not; and orjson
+        # reads integers beyond 64 bits as floats.
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{where}: not a JSON object ({error}); write one object per line or drop the line"
+            ) from None
     identifier = record.get("id") if isinstance(record, dict) else None
     if not isinstance(identifier, str | int) or isinstance(identifier, bool) or not str(identifier).strip():
         raise ValueError(f'{where}: no "id"; give every document a unique string or integer "id"')
@@ -49,18 +73,27 @@ def _parse(line: bytes, where: str) -> Document:
         )
     if not isinstance(title, str) or not (title or text).strip():
         raise ValueError(f"{where}: the document is empty or its title is no string; fill it or drop the line")
-    try:
-        f"{identifier}{title}{text}".encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; tokenizers and files cannot hold it
-        raise ValueError(f"{where}: not valid Unicode ({error.reason}); drop the broken \\uXXXX escape") from None
+    if not plain:
+        try:
+            f"{identifier}{title}{text}".encode()
+        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; tokenizers and files cannot hold it
+            raise ValueError(f"{where}: not valid Unicode ({error.reason}); drop the broken \\uXXXX escape") from None
     return Document(str(identifier), title, text)
+
+
+def _digest(identifier: str) -> int:
+    """64 bits of an id: the look-up keeps these instead of millions of strings."""
+    return int.from_bytes(
+        hashlib.blake2b(identifier.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
+    )
 
 
 def _unpacked(path: Path, cache_dir: Path | None) -> Path:
     """The decompressed twin of a ``.gz`` file, named by the content of the archive, made once and atomically."""
     with path.open("rb") as file:
         key = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    target = (cache_dir or path.parent) / f"{path.name.removesuffix('.gz').removesuffix('.jsonl')}-{key}.jsonl"
+    beside = path.parent if os.access(path.parent, os.W_OK) else default_cache_dir()
+    target = (cache_dir or beside) / f"{path.name.removesuffix('.gz').removesuffix('.jsonl')}-{key}.jsonl"
     if target.exists():
         return target
     try:
@@ -84,30 +117,33 @@ def _unpacked(path: Path, cache_dir: Path | None) -> Path:
 class Corpus:
     """A JSONL corpus with random access; documents are numbered by line, from 0.
 
-    Only byte offsets stay in memory, and ids where they differ from the row numbers.
+    Only byte offsets stay in memory, and 64-bit digests of ids where they differ from the row numbers.
 
     Args:
         path: the (decompressed) file.
         offsets: byte offset of each document, and the file size as the last entry.
-        rows: document id → row, None when every id is its own row number.
+        lookup: digests of the ids, ascending, and the row of each; None when every id is its own row number.
         sha256: digest of the decompressed bytes, which ties an index to its corpus.
     """
 
-    def __init__(self, path: Path, offsets: array, rows: dict[str, int] | None, sha256: str) -> None:
+    def __init__(
+        self, path: Path, offsets: np.ndarray, lookup: tuple[np.ndarray, np.ndarray] | None, sha256: str
+    ) -> None:
         self.path = path
         self.sha256 = sha256
-        self.size = offsets[-1]  # bytes
-        self._offsets = offsets
-        self._rows = rows
+        self.size = int(offsets[-1])  # bytes
+        self._offsets = offsets  # (documents + 1)
+        self._lookup = lookup  # (documents), (documents)
         self._file = path.open("rb")
 
     @classmethod
     def open(cls, path: str | os.PathLike, cache_dir: str | os.PathLike | None = None) -> Corpus:
-        """Checks every line once and opens the file.
+        """Checks every line, the first time that a large file is seen, and opens it.
 
         Args:
             path: JSONL or JSONL.gz, lines ``{"id", "contents"}`` (Search-R1) or ``{"id", "title", "text"}``.
-            cache_dir: where a ``.gz`` is unpacked, next to it by default.
+            cache_dir: where a ``.gz`` is unpacked (default: next to it) and what was parsed is kept (default:
+                ``$VERL_BRIDGE_CACHE``, or ``~/.cache/verl_bridge``).
 
         Raises:
             ValueError: missing or empty file, bad line (its number and the fix), an id used twice.
@@ -115,29 +151,109 @@ class Corpus:
         path = Path(path)
         if not path.is_file():
             raise ValueError(f"corpus {path} does not exist; give the path of a JSONL or JSONL.gz file")
-        name = str(path)
+        name, folder = str(path), None if cache_dir is None else Path(cache_dir)
         if path.suffix == ".gz":
-            path = _unpacked(path, None if cache_dir is None else Path(cache_dir))
-        offsets, position, digest = array("q"), 0, hashlib.sha256()
-        rows: dict[str, int] | None = None
+            path = _unpacked(path, folder)
+        cache = (folder or default_cache_dir()) / f"corpus-{_digest(str(path.resolve())):016x}"
+        state = _state(path)
+        corpus = cls._from_cache(path, cache, state)
+        if corpus is None:
+            corpus = cls._parsed(path, name)
+            if corpus.size >= CACHED_FROM and _state(path) == state:
+                corpus._keep(cache, state)
+        return corpus
+
+    @classmethod
+    def _parsed(cls, path: Path, name: str) -> Corpus:
+        """Reads the whole file; ``name`` is what the user calls it."""
+        import numpy as np
+
+        starts, digests, position, sha256, by_row = array("q"), array("Q"), 0, hashlib.sha256(), True
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                digest.update(line)
+                sha256.update(line)
                 if line.strip():
-                    document, row = _parse(line, f"corpus {name} line {number}"), len(offsets)
-                    if rows is None and document.id != str(row):
-                        rows = {str(known): known for known in range(row)}
-                    if rows is not None and rows.setdefault(document.id, row) != row:
-                        raise ValueError(
-                            f"corpus {name} line {number}: id {document.id!r} was used before (document "
-                            f"{rows[document.id]} counted from 0); make ids unique"
-                        )
-                    offsets.append(position)
+                    identifier = _parse(line, f"corpus {name} line {number}").id
+                    if by_row and identifier != str(len(starts)):
+                        by_row, digests = False, array("Q", (_digest(str(row)) for row in range(len(starts))))
+                    if not by_row:
+                        digests.append(_digest(identifier))
+                    starts.append(position)
                 position += len(line)
-        if not offsets:
+        if not starts:
             raise ValueError(f"corpus {name} holds no documents; check that it is the right file")
-        offsets.append(position)
-        return cls(path, offsets, rows, digest.hexdigest())
+        starts.append(position)
+        lookup = None
+        if not by_row:
+            unsorted = np.frombuffer(digests, dtype=np.uint64)
+            rows = unsorted.argsort(kind="stable")
+            lookup = unsorted[rows], rows
+        corpus = cls(path, np.frombuffer(starts, dtype=np.int64), lookup, sha256.hexdigest())
+        corpus._refuse_repeated_ids(name)
+        return corpus
+
+    def _refuse_repeated_ids(self, name: str) -> None:
+        import numpy as np
+
+        if self._lookup is None:
+            return
+        digests, rows = self._lookup
+        suspects = np.flatnonzero(digests[1:] == digests[:-1]) + 1  # equal digests are nearly always equal ids
+        for place in suspects[rows[suspects].argsort()].tolist():
+            row, first = int(rows[place]), int(digests.searchsorted(digests[place]))
+            identifier = self[row].id
+            earlier = [int(other) for other in rows[first:place] if self[int(other)].id == identifier]
+            if earlier:
+                raise ValueError(
+                    f"corpus {name} line {self._line(row)}: id {identifier!r} was used before (document "
+                    f"{earlier[0]} counted from 0); make ids unique"
+                )
+
+    def _line(self, row: int) -> int:
+        """The line number of a document, for messages: blank lines count."""
+        position = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if position == self._offsets[row]:
+                    return number
+                position += len(line)
+        raise ValueError(f"corpus {self.path} changed while it was read; open it again")
+
+    @classmethod
+    def _from_cache(cls, path: Path, folder: Path, state: list[Any]) -> Corpus | None:
+        """What :meth:`_keep` wrote for this state of the file; None when there is nothing or it is damaged."""
+        import numpy as np
+
+        try:
+            about = json.loads((folder / "corpus.json").read_bytes())
+            arrays = {}
+            if about["state"] != state:
+                return None
+            for file, checksum in about["arrays"].items():
+                arrays[file] = np.load(folder / file, mmap_mode="r", allow_pickle=False)
+                if hashlib.blake2b(arrays[file]).hexdigest() != checksum:
+                    return None
+            lookup = (arrays["digests.npy"], arrays["rows.npy"]) if len(arrays) == 3 else None
+            return cls(path, arrays["offsets.npy"], lookup, about["sha256"])
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+
+    def _keep(self, folder: Path, state: list[Any]) -> None:
+        """Writes the cache; without a place for it the next open parses again."""
+        import numpy as np
+
+        arrays: dict[str, Any] = {"offsets.npy": self._offsets}
+        if self._lookup is not None:
+            arrays["digests.npy"], arrays["rows.npy"] = self._lookup
+        try:
+            with new_folder(folder) as new:
+                for file, array_ in arrays.items():
+                    np.save(new / file, array_, allow_pickle=False)
+                checksums = {file: hashlib.blake2b(array_).hexdigest() for file, array_ in arrays.items()}
+                about = {"state": state, "sha256": self.sha256, "arrays": checksums}
+                (new / "corpus.json").write_text(json.dumps(about))
+        except OSError:  # read-only or full, or another process was first
+            pass
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -146,9 +262,9 @@ class Corpus:
         """The document in a row. Raises IndexError outside ``0 <= row < len``: row −1 is never the last document."""
         if not 0 <= row < len(self):
             raise IndexError(f"document row {row} is outside the corpus of {len(self)} documents")
-        start = self._offsets[row]
+        start, end = int(self._offsets[row]), int(self._offsets[row + 1])
         # pread keeps no file position, so that several threads may read
-        line = os.pread(self._file.fileno(), self._offsets[row + 1] - start, start)
+        line = os.pread(self._file.fileno(), end - start, start)
         return _parse(line.strip(), f"corpus {self.path} byte {start}")
 
     def __iter__(self) -> Iterator[Document]:
@@ -156,15 +272,28 @@ class Corpus:
 
     def row(self, document_id: str) -> int:
         """The row of a document. Raises KeyError for an unknown id."""
-        if self._rows is not None:
-            row = self._rows.get(document_id, -1)
+        if self._lookup is None:
+            row = (
+                int(document_id) if len(document_id) < 20 and document_id.isascii() and document_id.isdecimal() else -1
+            )
+            if str(row) == document_id and 0 <= row < len(self):
+                return row
         else:
-            row = int(document_id) if document_id.isascii() and document_id.isdecimal() else -1
-            row = row if str(row) == document_id and row < len(self) else -1
-        if row < 0:
-            raise KeyError(f"document id {document_id!r} is not in corpus {self.path}")
-        return row
+            digests, rows = self._lookup
+            digest = _digest(document_id)
+            place = int(digests.searchsorted(digests.dtype.type(digest)))
+            while place < len(digests) and digests[place] == digest:
+                if self[int(rows[place])].id == document_id:  # other ids may share the digest
+                    return int(rows[place])
+                place += 1
+        raise KeyError(f"document id {document_id!r} is not in corpus {self.path}")
 
     def by_id(self, document_id: str) -> Document:
         """The document with an id. Raises KeyError for an unknown one."""
         return self[self.row(document_id)]
+
+
+def _state(path: Path) -> list[Any]:
+    """Changes whenever the file does: also a write that keeps size and modification time moves its change time."""
+    state = path.stat()
+    return [str(path.resolve()), state.st_size, state.st_mtime_ns, state.st_ctime_ns]

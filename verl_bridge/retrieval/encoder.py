@@ -1,7 +1,7 @@
 """Text encoders: one frozen base model in memory, a LoRA adapter that only queries pass through.
 
-The base is any sentence-transformers model; pooling and normalisation are the model's own. Prefixes ("query: " for E5,
-an instruction for BGE, none for MiniLM) are settings and never guessed from a name. The model stays in evaluation mode:
+The base is any sentence-transformers model. Prefixes, pooling and normalisation are the model's own or settings, a
+family of them at once if wanted (``families.py``), and never guessed from a name. The model stays in evaluation mode:
 without dropout serving and training give the same vectors.
 """
 
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_bridge.files import new_folder
+from verl_bridge.retrieval.families import get_family
+from verl_bridge.retrieval.precision import resolve_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -60,12 +62,13 @@ class BaseEncoder:
         name: a folder or a hub name.
         revision: the hub revision; pin it so that an index stays usable.
         max_length: longest input in tokens, the rest is cut off; None keeps the model's own limit.
-        normalize: True scales vectors to length 1 even where the model does not; None keeps the model's own choice.
+        pooling: ``mean`` or ``cls``, for a model that does not say; None keeps the model's own.
+        normalize: whether vectors are scaled to length 1; None keeps the model's own choice.
         device: torch device.
         batch_size: texts in one forward pass.
 
     Raises:
-        ValueError: the model cannot be loaded (names it and the fix).
+        ValueError: the model cannot be loaded (names it and the fix), or ``normalize=False`` for one that always does.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class BaseEncoder:
         *,
         revision: str | None = None,
         max_length: int | None = None,
+        pooling: str | None = None,
         normalize: bool | None = None,
         device: str = "cpu",
         batch_size: int = 64,
@@ -97,10 +101,22 @@ class BaseEncoder:
         self.max_length: int = self.model.max_seq_length
         self.dim: int = self.model.get_embedding_dimension()
         kinds = [type(module).__name__ for module in self.model]
+        if normalize is False and "Normalize" in kinds:
+            raise ValueError(f"normalize=False, but encoder {self.name!r} normalises by itself; leave normalize out")
         self.normalised = "Normalize" in kinds or bool(normalize)
         self._normalize_here = self.normalised and "Normalize" not in kinds
+        if pooling is not None:
+            self._set_pooling(pooling)
         self.pooling = next((str(m.pooling_mode) for m in self.model if hasattr(m, "pooling_mode")), "none")
         self.adapter: Any = None  # the peft model that a QueryEncoder injects
+
+    def _set_pooling(self, pooling: str) -> None:
+        from sentence_transformers.models import Pooling
+
+        place = next((i for i, m in enumerate(self.model) if hasattr(m, "pooling_mode")), None)
+        if pooling not in ("mean", "cls") or place is None:
+            raise ValueError(f"pooling {pooling!r} cannot be set for encoder {self.name!r}; use 'mean', 'cls' or None")
+        self.model[place] = Pooling(self.dim, pooling_mode=pooling)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -122,14 +138,19 @@ class BaseEncoder:
             "dim": self.dim,
         }
 
-    def encode(self, texts: Sequence[str]) -> torch.Tensor:
+    def encode(self, texts: Sequence[str], model: Any = None) -> torch.Tensor:
         """Vectors of texts in their order. Texts of similar length share a pass, so that little padding is computed.
+
+        Args:
+            texts: what to encode, prefix included.
+            model: a copy of the model to run instead, in another number format for instance.
 
         Returns:
             float32 vectors, shape (texts, dim).
         """
         import torch
 
+        model = self.model if model is None else model
         if not texts:
             return torch.empty(0, self.dim, device=self.model.device)
         groups = list(length_groups(texts, self.batch_size))
@@ -138,7 +159,7 @@ class BaseEncoder:
         for group in groups:
             features = self.model.preprocess([texts[i] for i in group])
             features = {k: v.to(self.model.device) if torch.is_tensor(v) else v for k, v in features.items()}
-            parts.append(self.model(features)["sentence_embedding"].float())
+            parts.append(model(features)["sentence_embedding"].float())
         vectors = torch.cat(parts)[torch.tensor(order, device=self.model.device).argsort()]
         return torch.nn.functional.normalize(vectors, dim=-1) if self._normalize_here else vectors
 
@@ -148,23 +169,34 @@ class DocumentEncoder:
 
     Args:
         base: the shared base model.
-        passage_prefix: put before every passage ("passage: " for E5).
-        compute_dtype: ``float32``, or ``bfloat16`` for a faster build where the processor has it; vectors then differ
-            by about 1e-3, the same for serving and training, which both read the stored ones.
+        family: the encoder family, whose passage prefix is used when none is given; see ``families.py``.
+        passage_prefix: put before every passage ("passage: " for E5); None is the family's, or none.
+        compute_dtype: ``float32``, ``bfloat16``, ``float16`` (GPU), or ``auto``. Vectors differ by about 1e-3 between
+            them, the same for serving and training, which both read the stored ones.
 
     Raises:
-        ValueError: another compute_dtype.
+        ValueError: another compute_dtype or family.
     """
 
-    def __init__(self, base: BaseEncoder, *, passage_prefix: str = "", compute_dtype: str = "float32") -> None:
-        if compute_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"compute_dtype {compute_dtype!r} is not supported; use 'float32' or 'bfloat16'")
-        self.base, self.passage_prefix, self.compute_dtype = base, passage_prefix, compute_dtype
+    def __init__(
+        self,
+        base: BaseEncoder,
+        *,
+        family: str | None = None,
+        passage_prefix: str | None = None,
+        compute_dtype: str = "float32",
+    ) -> None:
+        known = get_family(family)
+        if passage_prefix is None:
+            passage_prefix = known.passage_prefix if known else ""
+        self.base, self.family, self.passage_prefix = base, family, passage_prefix
+        self.compute_dtype = resolve_dtype(compute_dtype, base.model.device.type)
 
     def describe(self) -> dict[str, Any]:
         """The base's description, with what else the passage vectors depend on."""
         return {
             **self.base.describe(),
+            "family": self.family,
             "passage_prefix": self.passage_prefix,
             "max_length": self.base.max_length,
             "compute_dtype": self.compute_dtype,
@@ -176,11 +208,11 @@ class DocumentEncoder:
 
         import torch
 
-        adapter, half = self.base.adapter, self.compute_dtype == "bfloat16"
+        adapter, half = self.base.adapter, self.compute_dtype != "float32"
         with (
             torch.no_grad(),
             adapter.disable_adapter() if adapter is not None else contextlib.nullcontext(),
-            torch.autocast(self.base.model.device.type, torch.bfloat16, enabled=half),
+            torch.autocast(self.base.model.device.type, getattr(torch, self.compute_dtype), enabled=half),
         ):
             return self.base.encode([self.passage_prefix + passage for passage in passages])
 
@@ -193,7 +225,8 @@ class QueryEncoder:
 
     Args:
         base: the shared base model, one query encoder each.
-        query_prefix: put before every query ("query: " for E5).
+        family: the encoder family, whose query prefix is used when none is given; see ``families.py``.
+        query_prefix: put before every query ("query: " for E5); None is the family's, or none.
         lora_rank: rank of the adapter, 16 in the paper.
         lora_alpha: LoRA scale numerator, 32 [ours].
         target_modules: ``auto`` adapts every linear layer but the pooler, which mean pooling never runs through
@@ -205,7 +238,8 @@ class QueryEncoder:
         self,
         base: BaseEncoder,
         *,
-        query_prefix: str = "",
+        family: str | None = None,
+        query_prefix: str | None = None,
         lora_rank: int = 16,
         lora_alpha: float = 32.0,
         target_modules: str | Sequence[str] = "auto",
@@ -214,6 +248,7 @@ class QueryEncoder:
         import torch
         from peft import LoraConfig, PeftModel
 
+        known = get_family(family)
         if base.adapter is not None:
             raise ValueError(f"encoder {base.name!r} already carries an adapter; share one QueryEncoder instead")
         base.fingerprint  # noqa: B018  hashed before the adapter's layers wrap the base
@@ -230,6 +265,8 @@ class QueryEncoder:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             base.adapter = PeftModel(base.model.transformers_model, config).eval()
+        if query_prefix is None:
+            query_prefix = known.query_prefix if known else ""
         self.base, self.query_prefix = base, query_prefix
         self.dim = base.dim
         self.adapter_version = 0
@@ -283,30 +320,65 @@ class QueryEncoder:
             self.base.adapter.save_pretrained(folder, safe_serialization=True)
             (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
 
-    def load_adapter(self, directory: str | os.PathLike, version: int) -> None:
-        """Reads what :meth:`save_adapter` wrote. Raises ValueError when it is missing or does not fit."""
-        from safetensors.torch import load_file
+    def adapter_bytes(self) -> bytes:
+        """The adapter's tensors as the bytes of PEFT's ``adapter_model.safetensors``."""
+        from safetensors.torch import save
 
-        file = Path(directory) / "adapter_model.safetensors"
-        if not file.is_file():
-            raise ValueError(f"no adapter at {directory}; give a folder that holds adapter_model.safetensors")
         # PEFT leaves the adapter's name out of its files
+        return save({name.replace(".default.", "."): p.detach().cpu() for name, p in self.lora_parameters().items()})
+
+    def load_adapter(self, source: str | os.PathLike | bytes, version: int) -> None:
+        """Takes over a saved adapter; on an error nothing changes.
+
+        Args:
+            source: a folder that :meth:`save_adapter` wrote, or the bytes of its ``adapter_model.safetensors``.
+            version: the version it serves as.
+
+        Raises:
+            ValueError: it is missing, no safetensors file, not finite, or does not fit.
+        """
+        import torch
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        if isinstance(source, bytes):
+            place, data = "the adapter", source
+        else:
+            place, file = f"adapter {source}", Path(source) / "adapter_model.safetensors"
+            if not file.is_file():
+                raise ValueError(f"no adapter at {source}; give a folder that holds adapter_model.safetensors")
+            data = file.read_bytes()
+        try:
+            state = load(data)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise ValueError(f"{place} is damaged ({error}); use the one before it") from error
+        if not all(torch.isfinite(value).all() for value in state.values()):
+            raise ValueError(f"{place} holds values that are not finite; use the one before it")
         names = {name.replace(".default.", "."): name for name in self.lora_parameters()}
-        state = load_file(file)
         self.set_adapter_state({names.get(key, key): value for key, value in state.items()}, version)
 
 
 def load_encoders(
     name: str,
     *,
-    query_prefix: str = "",
-    passage_prefix: str = "",
+    family: str | None = None,
+    query_prefix: str | None = None,
+    passage_prefix: str | None = None,
+    pooling: str | None = None,
+    normalize: bool | None = None,
     lora_rank: int = 16,
     compute_dtype: str = "float32",
     seed: int = 0,
     **base: Any,
 ) -> tuple[QueryEncoder, DocumentEncoder]:
-    """A query and a document encoder over one base model in memory; ``base`` goes to :class:`BaseEncoder`."""
-    shared = BaseEncoder(name, **base)
-    documents = DocumentEncoder(shared, passage_prefix=passage_prefix, compute_dtype=compute_dtype)
-    return QueryEncoder(shared, query_prefix=query_prefix, lora_rank=lora_rank, seed=seed), documents
+    """A query and a document encoder over one base model in memory; ``base`` goes to :class:`BaseEncoder`.
+
+    What is left at None comes from the family, and without a family from the model; prefixes are then empty.
+    """
+    known = get_family(family)
+    if known is not None:
+        pooling = known.pooling if pooling is None else pooling
+        normalize = known.normalize if normalize is None else normalize
+    shared = BaseEncoder(name, pooling=pooling, normalize=normalize, **base)
+    documents = DocumentEncoder(shared, family=family, passage_prefix=passage_prefix, compute_dtype=compute_dtype)
+    return QueryEncoder(shared, family=family, query_prefix=query_prefix, lora_rank=lora_rank, seed=seed), documents

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from verl_bridge.retrieval.corpus import Corpus, Document
 from verl_bridge.retrieval.encoder import QueryEncoder
 from verl_bridge.retrieval.index import DocumentIndex
+from verl_bridge.retrieval.serving import ServingEncoder
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Retrieved:
             "error": self.error,
             "ids": list(self.ids),
             "scores": list(self.scores),
-            "documents": [asdict(document) for document in self.documents],
+            "documents": [{"id": d.id, "title": d.title, "text": d.text} for d in self.documents],
             "adapter_version": self.adapter_version,
         }
 
@@ -68,11 +69,13 @@ class Retriever:
     Args:
         corpus: the documents.
         index: their index.
-        encoder: the query encoder, whose ``adapter_version`` stamps the answers.
+        encoder: the query encoder, whose ``adapter_version`` stamps the answers, or its faster serving copy.
         top_k: candidates per query unless a call says otherwise.
     """
 
-    def __init__(self, corpus: Corpus, index: DocumentIndex, encoder: QueryEncoder, top_k: int = 10) -> None:
+    def __init__(
+        self, corpus: Corpus, index: DocumentIndex, encoder: QueryEncoder | ServingEncoder, top_k: int = 10
+    ) -> None:
         if top_k < 1:
             raise ValueError(f"retriever.top_k is {top_k}; ask for at least 1 document")
         if index.dim != encoder.dim:
@@ -103,6 +106,90 @@ class Retriever:
             answers[query] = Retrieved(tuple(d.id for d in documents), hit.scores, documents, version)
         return [answers.get(query, blank) for query in queries]
 
-    def load_adapter(self, directory: str | os.PathLike, version: int) -> None:
-        """Serves a saved adapter from the next search on."""
-        self.encoder.load_adapter(directory, version)
+    def load_adapter(self, source: str | os.PathLike | bytes, version: int) -> None:
+        """Serves a saved adapter, a folder or its file's bytes, from the next search on; see ``QueryEncoder``."""
+        self.encoder.load_adapter(source, version)
+
+
+def open_retriever(
+    *,
+    corpus: str | os.PathLike,
+    index: str | os.PathLike,
+    encoder: str | None = None,
+    family: str | None = None,
+    revision: str | None = None,
+    query_prefix: str | None = None,
+    passage_prefix: str | None = None,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    max_length: int | None = None,
+    lora_rank: int = 16,
+    top_k: int = 10,
+    compute_dtype: str = "float32",
+    search_dtype: str = "auto",
+    search_parameters: str | None = None,
+    device: str = "cpu",
+    cache_dir: str | os.PathLike | None = None,
+    seed: int = 0,
+    searcher: Any = None,
+    verify: bool = True,
+) -> Retriever:
+    """Opens corpus, encoder and index, checked against one another.
+
+    Args:
+        corpus: JSONL or JSONL.gz.
+        index: a folder made by ``verl-bridge index build``, or a bare FAISS file such as Search-R1's ``e5_Flat.index``.
+        encoder: sentence-transformers folder or hub name. What is left at None, here and down to ``max_length``, is
+            taken from the index's manifest, which a bare FAISS file does not have.
+        family: e5, bge, gte, minilm or contriever: their prefixes, pooling and normalisation at once.
+        revision: hub revision of the encoder.
+        query_prefix: put before every query.
+        passage_prefix: what the passages were encoded with; only compared with the manifest.
+        pooling: ``mean`` or ``cls``.
+        normalize: whether vectors have length 1.
+        max_length: longest text in tokens.
+        lora_rank: rank of the query adapter.
+        top_k: candidates per query unless a call says otherwise.
+        compute_dtype: number format the queries are encoded in; see ``precision.resolve_dtype``.
+        search_dtype: number format of the first pass of an exact search.
+        search_parameters: FAISS's, such as ``nprobe=32``; None are the manifest's.
+        device: torch device of encoder and search.
+        cache_dir: where a ``.gz`` corpus is unpacked.
+        seed: of the adapter's start.
+        searcher: searches the index's vectors elsewhere; see ``DocumentIndex.load``.
+        verify: compare the checksums of the index's files, which reads them once.
+
+    Raises:
+        ValueError: something is missing, damaged or not made for the rest; names it and the fix.
+    """
+    from verl_bridge.retrieval.encoder import load_encoders
+    from verl_bridge.retrieval.index import manifest_settings
+
+    known = manifest_settings(index)
+    given = {
+        "encoder": encoder,
+        "family": family,
+        "revision": revision,
+        "query_prefix": query_prefix,
+        "passage_prefix": passage_prefix,
+        "pooling": pooling,
+        "normalize": normalize,
+        "max_length": max_length,
+    }
+    settings = {key: known.get(key) if value is None else value for key, value in given.items()}
+    name = settings.pop("encoder")
+    if not name:
+        raise ValueError(f"{index} does not say which encoder made it; give the encoder")
+    opened = Corpus.open(corpus, cache_dir)
+    queries, documents = load_encoders(name, lora_rank=lora_rank, device=device, seed=seed, **settings)
+    loaded = DocumentIndex.load(
+        index,
+        opened,
+        documents,
+        search_dtype=search_dtype,
+        device=device,
+        search_parameters=search_parameters,
+        searcher=searcher,
+        verify=verify,
+    )
+    return Retriever(opened, loaded, ServingEncoder(queries, compute_dtype), top_k)

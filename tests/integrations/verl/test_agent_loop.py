@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -57,13 +58,13 @@ class Model:
 class Retriever:
     """Ten documents for every query, none for 'nothing', an error for 'broken'; 'dead' is an actor that is gone."""
 
-    def __init__(self):
-        self.search = SimpleNamespace(remote=self._search)
-
-    async def _search(self, queries):
+    async def search(self, queries, top_k):
         (query,) = queries
+        assert top_k == 10
         if query == "dead":
             raise RayActorError(error_msg="the actor died")
+        if query == "odd":
+            return []
         documents = [] if query in ("nothing", "broken") else PERU
         return [
             {
@@ -76,19 +77,32 @@ class Retriever:
         ]
 
 
-def roll(monkeypatch, texts, *, single_tags=True, response=400, golds=("Lima",), agent=None, params=None):
-    monkeypatch.setattr(agent_loop, "_retriever", lambda name: Retriever())
+def roll(
+    monkeypatch,
+    texts,
+    *,
+    single_tags=True,
+    response=400,
+    golds=("Lima",),
+    agent=None,
+    params=None,
+    retriever=None,
+    source=lambda settings: Retriever(),
+    server=None,
+):
+    if server is None:
+        monkeypatch.setattr(agent_loop, "search_source", source)
     tok = tokenizer(single_tags)
     config = OmegaConf.create(
         {
             "actor_rollout_ref": {"rollout": {"prompt_length": 64, "response_length": response}},
             "data": {},
-            "verl_bridge": {"agent": agent or {}},
+            "verl_bridge": {"agent": agent or {}, "retriever": retriever or {}},
         }
     )
     model = Model(tok, *texts)
 
-    async def run():
+    async def roll_out():
         loop = agent_loop.SearchAgentLoop(
             trainer_config=DictConfigWrap(config),
             server_manager=model,
@@ -104,6 +118,18 @@ def roll(monkeypatch, texts, *, single_tags=True, response=400, golds=("Lima",),
             extra_info={"question": "What is the capital of Peru?"},
         )
 
+    async def run():
+        if server is None:
+            return await roll_out()
+        app = web.Application()
+        app.router.add_post("/search", server)
+        async with TestServer(app) as started:
+            config.verl_bridge.retriever.url = str(started.make_url(""))
+            try:
+                return await roll_out()
+            finally:
+                await agent_loop.search_source(agent_loop.load_settings(config).retriever).close()
+
     output = asyncio.run(run())
     return output, SearchTrace.from_dict(output.extra_fields["search_trace"]), tok, model
 
@@ -112,11 +138,53 @@ SEARCH = "<think> I need Lima </think><search> capital of Peru </search>"
 ANSWER = "<think> it says so </think><answer> Lima </answer>"
 
 
-@pytest.mark.parametrize("query", ["broken", "dead"])
+@pytest.mark.parametrize("query", ["broken", "dead", "odd"])
 def test_failed_retrieval_is_an_error_and_no_evidence(monkeypatch, query):
     _, trace, *_ = roll(monkeypatch, [f"<search> {query} </search>", ANSWER])
     assert trace.turns[0].status == "error" and trace.turns[0].observation == RETRIEVAL_FAILED
     assert not trace.turns[0].candidate_ids and not score_trace(trace).tool_hit
+
+
+def test_a_retriever_that_was_never_started_is_an_error_too(monkeypatch):
+    """verl would drop the prompt and train on; the trainer stops when every search of a step failed."""
+
+    def none(settings):
+        raise RuntimeError("no retriever actor")
+
+    _, trace, *_ = roll(monkeypatch, [SEARCH, ANSWER], source=none)
+    assert trace.turns[0].status == "error" and trace.turns[0].observation == RETRIEVAL_FAILED
+
+
+def test_searches_go_to_the_server_named_by_url(monkeypatch):
+    asked = []
+
+    async def search(request):
+        body = await request.json()
+        asked.append((request.headers["Authorization"], body))
+        documents = [vars(d) for d in PERU[: body["top_k"]]]
+        found = {"status": "ok", "error": None, "ids": [d["id"] for d in documents], "documents": documents}
+        found |= {"scores": [0.5] * len(documents), "adapter_version": 4}
+        return web.json_response({"adapter_version": 4, "results": [found]})
+
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    settings = {"token_env": "MY_TOKEN", "top_k": 6}
+    _, trace, *_ = roll(monkeypatch, [SEARCH, ANSWER], retriever=settings, server=search)
+    turn = trace.turns[0]
+    assert (turn.status, turn.shown, turn.adapter_version) == ("ok", 3, 4)
+    assert turn.candidate_ids == tuple("012345") and turn.observation == format_observation(PERU[:3])
+    assert asked == [("Bearer secret", {"queries": ["capital of Peru"], "top_k": 6})]
+
+
+def test_a_server_that_refuses_is_an_error_observation(monkeypatch):
+    asked = []
+
+    async def refuse(request):
+        asked.append(await request.json())
+        return web.json_response({"detail": "no"}, status=401)
+
+    _, trace, *_ = roll(monkeypatch, [SEARCH, ANSWER], server=refuse)
+    assert len(asked) == 1 and trace.turns[0].status == "error" and trace.turns[0].observation == RETRIEVAL_FAILED
+    assert trace.turns[0].adapter_version is None and not score_trace(trace).tool_hit
 
 
 def test_control_tokens_spelt_out_in_a_document_stay_text(monkeypatch):

@@ -20,16 +20,23 @@ def config(
     retriever=PATHS,
     mode="bridge_sync",
     use_v1=True,
+    bridge=False,
+    fused=False,
+    bypass=False,
+    strategy="fsdp2",
+    dataset=None,
 ):
     return OmegaConf.create(
         {
-            "algorithm": {"adv_estimator": estimator},
+            "algorithm": {"adv_estimator": estimator, "rollout_correction": {"bypass_mode": bypass}},
+            "data": {"custom_cls": {"path": dataset, "name": None}},
             "trainer": {"use_v1": use_v1, "v1": {"trainer_mode": mode}},
             "actor_rollout_ref": {
-                "actor": {"policy_loss": {"loss_mode": loss}},
+                "model": {"use_fused_kernels": fused},
+                "actor": {"policy_loss": {"loss_mode": loss}, "strategy": strategy},
                 "rollout": {"agent": {"default_agent_loop": loop}},
             },
-            "verl_bridge": {"gca": gca or {}, "retriever": retriever},
+            "verl_bridge": {"gca": gca or {}, "bridge": {"enable": bridge}, "retriever": retriever},
         }
     )
 
@@ -58,6 +65,11 @@ def test_verl_sees_its_own_names(estimator, gca, base):
     ("kwargs", "message"),
     [
         ({"retriever": {**PATHS, "index": None}}, "verl_bridge.retriever.index is not set.*index build"),
+        ({"retriever": {"index": "i"}}, "verl_bridge.retriever.corpus is not set"),
+        (
+            {"retriever": {"url": "http://a:1", "index": "i"}, "bridge": True},
+            r"verl_bridge.retriever.corpus is not set.*the learner reads it, also where servers answer",
+        ),
         (
             {"gca": {"enable": True, "base_estimator": "gca"}},
             "base_estimator='gca' is no advantage estimator of verl's.*grpo",
@@ -66,6 +78,13 @@ def test_verl_sees_its_own_names(estimator, gca, base):
         ({"estimator": "grop"}, "algorithm.adv_estimator='grop' is no advantage estimator"),
         ({"gca": {"base_estimator": "rloo"}}, "base_estimator='rloo' with verl_bridge.gca.enable=false"),
         ({"mode": "colocate_async"}, "trainer_mode=colocate_async is verl's own trainer: set it to bridge_sync"),
+        ({"gca": {"enable": True}, "fused": True}, "use_fused_kernels=true makes no logits.*salience=uniform"),
+        ({"gca": {"enable": True}, "bypass": True}, "bypass_mode=true skips the pass.*salience=uniform"),
+        ({"gca": {"enable": True}, "strategy": "megatron"}, "strategy=megatron has no hook.*salience=uniform"),
+        (
+            {"gca": {"enable": True, "yes_no": "drop"}, "dataset": "mine.py"},
+            "yes_no=drop with data.custom_cls.path='mine.py'.*yes_no: gate",
+        ),
         ({"use_v1": False}, "trainer.use_v1=false.*trainer.use_v1=true"),
         ({"loop": "tool_agent"}, "default_agent_loop=tool_agent.*verl_bridge_search"),
     ],
@@ -75,8 +94,29 @@ def test_refusals_name_key_value_and_fix(kwargs, message):
         prepared(**kwargs)
 
 
+def test_servers_alone_need_no_files_and_an_index_names_its_encoder():
+    assert prepared(retriever={"url": "http://a:1"})[1] == "grpo"
+    assert prepared(retriever={**PATHS, "encoder": None}, bridge=True)[1] == "grpo"
+
+
 def test_other_losses_are_fine_without_gca():
     assert prepared(loss="clip_cov")[1] == "grpo"
+
+
+@pytest.mark.parametrize("kwargs", [{"fused": True}, {"bypass": True}, {"strategy": "megatron"}])
+def test_uniform_salience_needs_no_logits(kwargs):
+    assert prepared(gca={"enable": True, "salience": "uniform"}, **kwargs)[1] == "grpo"
+    assert prepared(**kwargs)[1] == "grpo"
+
+
+def test_dropping_yes_no_questions_names_our_dataset_class():
+    from verl.utils.import_utils import load_extern_object
+
+    from verl_bridge.integrations.verl.dataset import WithoutYesNo
+
+    made, _ = prepared(gca={"enable": True, "yes_no": "drop"})
+    assert load_extern_object(made.data.custom_cls.path, made.data.custom_cls.name) is WithoutYesNo
+    assert prepared(gca={"enable": True})[0].data.custom_cls.path is None
 
 
 def test_the_estimators_name_is_the_same_switch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import faiss
@@ -9,24 +10,30 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from omegaconf import OmegaConf
 
 from verl_bridge.integrations.verl.preflight import Preflight, check_run
+
+
+def write_index(folder, corpus_size, **changes):
+    """One document of dimension 8, as `verl-bridge index build` leaves it."""
+    folder.mkdir()
+    np.save(folder / "embeddings.npy", np.ones((1, 8), dtype=np.float32))
+    size = (folder / "embeddings.npy").stat().st_size
+    manifest = {"format": 2, "encoder": "e", "fingerprint": "f", "pooling": "mean", "normalised": True, "dim": 8}
+    manifest |= {"max_length": 16, "documents": 1, "passage_prefix": "", "factory": "Flat"}
+    manifest |= {"corpus": {"size": corpus_size, "sha256": "0"}}
+    manifest |= {"files": {"embeddings.npy": {"size": size, "sha256": "0"}}}
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
 
 
 @pytest.fixture
 def config(tmp_path):
     corpus, index = tmp_path / "corpus.jsonl", tmp_path / "index"
     corpus.write_text(json.dumps({"id": "1", "title": "t", "text": "x"}) + "\n")
-    index.mkdir()
-    vectors = faiss.IndexFlatIP(8)
-    vectors.add(np.ones((1, 8), dtype=np.float32))
-    faiss.write_index(vectors, str(index / "index.faiss"))
-    np.save(index / "embeddings.npy", np.ones((1, 8), dtype=np.float32))
-    manifest = {"format": 1, "encoder": "e", "fingerprint": "f", "pooling": "mean", "normalised": True, "dim": 8}
-    manifest |= {"max_length": 16, "documents": 1, "passage_prefix": "", "factory": "Flat"}
-    manifest |= {"corpus": {"size": corpus.stat().st_size, "sha256": "0"}}
-    (index / "manifest.json").write_text(json.dumps(manifest))
+    write_index(index, corpus.stat().st_size)
     (tmp_path / "encoder").mkdir()
     rows = [{"reward_model": {"ground_truth": {"target": ["Lima"]}}, "x": 1}]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
@@ -111,8 +118,9 @@ def test_a_refusal_is_one_line_and_an_exit_code(config, capsys):
     ("file", "content", "message"),
     [
         ("manifest.json", b"{}", r"retriever\.index=.*manifest\.json of index .* is damaged: format is None; rebuild"),
+        ("manifest.json", b'{"format": 1}', r"retriever\.index=.*has format 1"),
         ("embeddings.npy", None, r"retriever\.index=.*lacks embeddings\.npy; build it with"),
-        ("index.faiss", b"x", r"retriever\.index=.*index\.faiss of index .* is damaged"),
+        ("embeddings.npy", b"x", r"retriever\.index=.*embeddings\.npy of index .* is damaged"),
     ],
 )
 def test_a_half_built_or_damaged_index_is_refused(config, tmp_path, file, content, message):
@@ -120,3 +128,108 @@ def test_a_half_built_or_damaged_index_is_refused(config, tmp_path, file, conten
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         check_run(config)
+
+
+def test_prefixes_are_the_settings_or_the_familys_or_the_indexs(config, tmp_path):
+    retriever = config.verl_bridge.retriever
+    write_index(tmp_path / "e5", (tmp_path / "corpus.jsonl").stat().st_size, passage_prefix="passage: ")
+    retriever.index = str(tmp_path / "e5")
+    check_run(config)  # the index's own
+    retriever.family = "e5"
+    check_run(config)
+    retriever.passage_prefix = ""
+    with pytest.raises(ValueError, match=r"retriever.passage_prefix='', but the index .* built with 'passage: '"):
+        check_run(config)
+    retriever.passage_prefix, retriever.family = None, "bge"
+    with pytest.raises(ValueError, match=r"passage_prefix='' of its family, but the index .* 'passage: '"):
+        check_run(config)
+
+
+def test_a_bare_index_passes_with_its_encoder_and_not_without(config, tmp_path):
+    vectors = faiss.IndexFlatIP(8)
+    vectors.add(np.ones((1, 8), dtype=np.float32))
+    faiss.write_index(vectors, str(tmp_path / "e5_Flat.index"))
+    config.verl_bridge.retriever.index = str(tmp_path / "e5_Flat.index")
+    check_run(config)
+    config.verl_bridge.retriever.encoder = None
+    with pytest.raises(ValueError, match=r"encoder is not set: the bare FAISS file .* does not say"):
+        check_run(config)
+
+
+def served(config, *states, token=None, work=check_run):
+    """Checks the run while servers in these states answer; None is a server of Search-R1's, which has no /health."""
+
+    async def run():
+        started = []
+        for state in states:
+            app = web.Application()
+
+            async def adapter(request, state=state):
+                if token is not None and request.headers.get("Authorization") != f"Bearer {token}":
+                    return web.json_response({"detail": "give the bearer token"}, status=401)
+                return web.json_response({"adapter_version": 0, "sha256": "0"})
+
+            async def health(request, state=state):
+                return web.json_response(state)
+
+            app.router.add_get("/adapter", adapter)
+            if state is not None:
+                app.router.add_get("/health", health)
+            started.append(TestServer(app))
+            await started[-1].start_server()
+        config.verl_bridge.retriever.url = ",".join(str(server.make_url("")) for server in started)
+        try:
+            await asyncio.to_thread(work, config)  # a driver has no event loop
+        finally:
+            for server in started:
+                await server.close()
+
+    asyncio.run(run())
+
+
+HEALTH = {"status": "ok", "adapter_version": 0, "documents": 1, "dim": 8, "encoder": "e", "draining": False}
+
+
+def test_servers_over_the_learners_index_pass(config):
+    config.verl_bridge.bridge = {"enable": True}
+    served(config, HEALTH, HEALTH)
+
+
+def test_servers_alone_need_no_files(config):
+    config.verl_bridge.retriever = {}
+    served(config, HEALTH | {"documents": 60_000})
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        (
+            [HEALTH, HEALTH | {"documents": 2}],
+            r"retriever.url=.* 1 documents × 8, .* 2 documents × 8, .*serve one index",
+        ),
+        ([HEALTH | {"dim": 9}], r"retriever.url=.* 1 documents × 9, .*index 1 documents × 8; serve one index"),
+        ([None], r"retriever.url=.*is no verl-bridge server.*Search-R1.*verl-bridge serve"),
+        ([HEALTH, HEALTH | {"draining": True}], r"retriever.url=.*shutting down"),
+    ],
+)
+def test_servers_that_are_not_what_the_run_needs(config, states, message):
+    config.verl_bridge.bridge = {"enable": True}
+    with pytest.raises(ValueError, match=message):
+        served(config, *states)
+
+
+def test_a_server_that_is_down_is_one_line(config, capsys):
+    config.verl_bridge.retriever.url = "http://127.0.0.1:9"
+    with pytest.raises(SystemExit):
+        Preflight().on_job_start(config=config)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "verl_bridge.retriever.url='http://127.0.0.1:9'" in line and "cannot be reached" in line
+    assert "verl-bridge serve" in line
+
+
+def test_the_token_is_checked_where_it_is_needed(config, monkeypatch):
+    monkeypatch.setenv("VERL_BRIDGE_TOKEN", "secret")
+    served(config, HEALTH, token="secret")
+    monkeypatch.delenv("VERL_BRIDGE_TOKEN")
+    with pytest.raises(ValueError, match=r"HTTP 401: give the bearer token .*read from VERL_BRIDGE_TOKEN"):
+        served(config, HEALTH, token="secret")

@@ -14,11 +14,11 @@ from functools import lru_cache, partial
 from typing import Any
 from uuid import uuid4
 
-from ray.exceptions import RayError
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.utils.profiler import simple_timer
 
 from verl_bridge.config import load_settings
+from verl_bridge.integrations.verl.retrieval import search_source
 from verl_bridge.plugin import AGENT_LOOP
 from verl_bridge.qa.actions import (
     CORRECTION,
@@ -31,7 +31,6 @@ from verl_bridge.qa.actions import (
     read_turn,
 )
 from verl_bridge.qa.questions import gold_answers
-from verl_bridge.retrieval.actor import get_retriever
 from verl_bridge.retrieval.corpus import Document
 from verl_bridge.trace import SearchTrace, SearchTurn, Span, StopReason
 
@@ -71,8 +70,7 @@ class SearchAgentLoop(AgentLoopBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = load_settings(self.config)
-        self.agent, self.top_k, self.shown = settings.agent, settings.retriever.top_k, settings.retriever.shown
-        self.retriever_name = settings.retriever.actor_name
+        self.agent, self.retriever = settings.agent, settings.retriever
         self.response_length = self.rollout_config.response_length
         # A tag that is one token stops generation by id; otherwise the server has to match the text.
         ids = [self.tokenizer.encode(tag, add_special_tokens=False) for tag in STOP_TAGS]
@@ -174,14 +172,14 @@ class SearchAgentLoop(AgentLoopBase):
     async def _search(self, query: str) -> tuple[dict[str, Any], str]:
         """Ask the retriever: the turn's retrieval fields and the observation's text."""
         try:
-            found = (await _retriever(self.retriever_name).search.remote([query]))[0]
+            (found,) = await search_source(self.retriever).search([query], self.retriever.top_k)
             failure = found["error"]
-        except RayError as error:
-            failure = error
+        except Exception as error:  # verl would drop the prompt and train on; that all searches fail the trainer sees
+            failure = repr(error)
         if failure is not None:
             logger.warning("the retrieval for %r failed: %s", query[:200], failure)
             return {"query": query, "status": "error"}, RETRIEVAL_FAILED
-        documents = [Document(**document) for document in found["documents"][: self.shown]]
+        documents = [Document(**document) for document in found["documents"][: self.retriever.shown]]
         if not documents:
             return {"query": query, "status": "ok", "adapter_version": found["adapter_version"]}, NOTHING_FOUND
         record = {
@@ -213,12 +211,6 @@ class SearchAgentLoop(AgentLoopBase):
         body_ids = encode(body)[: max(0, limit - len(head) - len(tail))]
         kept = decode(self.tokenizer, body_ids)
         return head + body_ids + tail, OBSERVATION_HEAD + kept + OBSERVATION_TAIL
-
-
-@lru_cache
-def _retriever(name: str) -> Any:
-    """The job's retriever; verl makes a loop object per rollout, the handle is looked up once a process."""
-    return get_retriever(name)
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

@@ -44,10 +44,11 @@ def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: st
     Raises:
         ConfigError: a setting the methods cannot work with.
     """
-    for name in ("encoder", "index", "corpus"):
-        if getattr(settings.retriever, name) is None:
+    for name in ("index", "corpus"):
+        if needs_files(settings) and getattr(settings.retriever, name) is None:
+            served = " (the learner reads it, also where servers answer the searches)" if settings.retriever.url else ""
             raise ConfigError(
-                f"verl_bridge.retriever.{name} is not set: give its path "
+                f"verl_bridge.retriever.{name} is not set: give its path{served} "
                 "(`verl-bridge index build` makes an index from a corpus and an encoder)"
             )
     if not config.trainer.use_v1:
@@ -73,6 +74,10 @@ def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: st
             f"actor_rollout_ref.actor.policy_loss.loss_mode={loss} averages or branches on advantages again, which "
             "undoes GCA's residual: use vanilla or gspo, or verl_bridge.gca.enable=false"
         )
+    if settings.gca.enable and settings.gca.salience != "uniform":
+        _check_logits(config)
+    if settings.gca.enable and settings.gca.yes_no == "drop":
+        _drop_yes_no(config)
     default_loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
     if default_loop != AGENT_LOOP:
         raise ConfigError(
@@ -83,6 +88,48 @@ def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: st
         config.trainer.v1.trainer_mode = verl_mode
         config.algorithm.adv_estimator = base
     return base
+
+
+def _check_logits(config: DictConfig) -> None:
+    """Raise ConfigError where the pass for old_log_probs shows no logits to our engine."""
+    actor = config.actor_rollout_ref.actor
+    reasons = (
+        (
+            config.actor_rollout_ref.model.get("use_fused_kernels", False),
+            "actor_rollout_ref.model.use_fused_kernels=true makes no logits",
+        ),
+        (
+            (config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False),
+            "algorithm.rollout_correction.bypass_mode=true skips the pass for old_log_probs",
+        ),
+        (
+            actor.strategy not in ("fsdp", "fsdp2"),
+            f"actor_rollout_ref.actor.strategy={actor.strategy} has no hook for the logits (fsdp and fsdp2 have)",
+        ),
+    )
+    for broken, reason in reasons:
+        if broken:
+            raise ConfigError(
+                f"{reason}, which verl_bridge.gca.salience=margin_entropy reads: change that, or set "
+                "verl_bridge.gca.salience=uniform"
+            )
+
+
+def _drop_yes_no(config: DictConfig) -> None:
+    """Have verl read its datasets through ours, which leaves yes/no questions out of the training data."""
+    with open_dict(config):
+        custom = config.data.setdefault("custom_cls", {}) or {}
+        if custom.get("path"):
+            raise ConfigError(
+                f"verl_bridge.gca.yes_no=drop with data.custom_cls.path={custom.get('path')!r}: the questions are left "
+                "out by a dataset class of ours; leave them out of your own files or class, and set yes_no: gate"
+            )
+        config.data.custom_cls = {"path": "pkg://verl_bridge.integrations.verl.dataset", "name": "WithoutYesNo"}
+
+
+def needs_files(settings: VerlBridgeConfig) -> bool:
+    """Whether the job opens corpus and index itself: to serve them, or to learn."""
+    return settings.bridge.enable or settings.retriever.url is None
 
 
 def check_gold_answers(key: str, rows: Iterable[Mapping[str, Any]]) -> None:

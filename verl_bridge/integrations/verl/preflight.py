@@ -5,6 +5,7 @@ The arms' yaml name :class:`Preflight` as a Hydra callback, so it runs however v
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ from omegaconf import DictConfig
 
 from verl_bridge.config import load_settings
 from verl_bridge.config.schema import ConfigError, RetrieverConfig
-from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config, read_probe
+from verl_bridge.integrations.verl.checks import check_gold_answers, needs_files, prepare_config, read_probe
+from verl_bridge.integrations.verl.retrieval import make_client
 from verl_bridge.retrieval.encoder import is_hub_name
+from verl_bridge.retrieval.families import get_family
 from verl_bridge.retrieval.index import check_index
 
 
@@ -42,7 +45,10 @@ def check_run(config: DictConfig) -> None:
     settings = load_settings(config)
     # An unfilled ??? belongs to verl, which names it itself.
     prepare_config(copy.deepcopy(config), settings, "sync")
-    _check_retriever(settings.retriever)
+    _check_probe(settings.retriever)
+    built = _check_files(settings.retriever) if needs_files(settings) else None
+    if settings.retriever.url is not None:
+        _check_servers(settings.retriever, built)
     for key in ("train_files", "val_files"):
         files = config.data.get(key)
         for file in [files] if isinstance(files, str) else files or []:
@@ -50,10 +56,14 @@ def check_run(config: DictConfig) -> None:
                 _check_rows(f"data.{key}", Path(str(file)).expanduser())
 
 
-def _check_retriever(retriever: RetrieverConfig) -> None:
+def _check_probe(retriever: RetrieverConfig) -> None:
     if retriever.probe is not None and Path(retriever.probe).is_dir():
         raise ConfigError(f"verl_bridge.retriever.probe={retriever.probe!r} is a folder: give a JSONL file, or null")
     read_probe(retriever.probe)
+
+
+def _check_files(retriever: RetrieverConfig) -> dict[str, Any]:
+    """Corpus, index and encoder as far as they can be checked unread; what the index says about itself."""
     for name in ("corpus", "index"):
         path = getattr(retriever, name)
         if not Path(path).exists():
@@ -62,19 +72,28 @@ def _check_retriever(retriever: RetrieverConfig) -> None:
         raise ConfigError(
             f"verl_bridge.retriever.corpus={retriever.corpus!r} is no file: give a JSONL or JSONL.gz file"
         )
-    if not is_hub_name(retriever.encoder) and not Path(retriever.encoder).is_dir():
-        raise ConfigError(
-            f"verl_bridge.retriever.encoder={retriever.encoder!r} does not exist: give a folder or a hub name"
-        )
+    encoder = retriever.encoder
+    if encoder is not None and not is_hub_name(encoder) and not Path(encoder).is_dir():
+        raise ConfigError(f"verl_bridge.retriever.encoder={encoder!r} does not exist: give a folder or a hub name")
     try:
         built = check_index(retriever.index)
     except ValueError as error:
         raise ConfigError(f"verl_bridge.retriever.index={retriever.index!r}: {error}") from error
-    prefix = built["passage_prefix"]
-    if prefix != retriever.passage_prefix:
+    if Path(retriever.index).is_file():
+        if encoder is None:
+            raise ConfigError(
+                f"verl_bridge.retriever.encoder is not set: the bare FAISS file {retriever.index!r} does not say which "
+                "encoder made it"
+            )
+        return built
+    family, prefix, made_with = get_family(retriever.family), retriever.passage_prefix, built["passage_prefix"]
+    if prefix is None:
+        prefix = made_with if family is None else family.passage_prefix
+    if prefix != made_with:
+        named = f"passage_prefix={prefix!r}" + ("" if retriever.passage_prefix is not None else " of its family")
         raise ConfigError(
-            f"verl_bridge.retriever.passage_prefix={retriever.passage_prefix!r}, but the index "
-            f"{retriever.index!r} was built with {prefix!r}: set the one it was built with, or rebuild it"
+            f"verl_bridge.retriever.{named}, but the index {retriever.index!r} was built with {made_with!r}: set "
+            "the one it was built with, or rebuild it"
         )
     made_from, size = built["corpus"]["size"], Path(retriever.corpus).stat().st_size
     if not retriever.corpus.endswith(".gz") and made_from != size:
@@ -82,6 +101,32 @@ def _check_retriever(retriever: RetrieverConfig) -> None:
             f"verl_bridge.retriever.index={retriever.index!r} was built from a corpus of {made_from} bytes, but "
             f"verl_bridge.retriever.corpus={retriever.corpus!r} has {size}: rebuild the index or name the corpus it "
             "was built from"
+        )
+    return built
+
+
+def _check_servers(retriever: RetrieverConfig, built: dict[str, Any] | None) -> None:
+    """Every server behind ``url`` is up, takes the token and serves one and the same index: the learner's, if any."""
+
+    async def ask() -> dict[str, dict[str, Any]]:
+        async with make_client(retriever, deadline=min(retriever.deadline, 10.0), attempts=3) as client:
+            states = await client.health()
+            await client.versions()  # needs the token, which health does not
+            return states
+
+    try:
+        states = asyncio.run(ask())
+    except RuntimeError as error:
+        hint = f" (the token is read from {retriever.token_env})" if "HTTP 401" in str(error) else ""
+        raise ConfigError(f"verl_bridge.retriever.url={retriever.url!r}: {error}{hint}") from error
+    sizes = {url: (state["documents"], state["dim"]) for url, state in states.items()}
+    if built is not None:
+        sizes[retriever.index] = (built["documents"], built["dim"])
+    if len(set(sizes.values())) > 1:
+        said = ", ".join(f"{place} {documents} documents × {dim}" for place, (documents, dim) in sizes.items())
+        raise ConfigError(
+            f"verl_bridge.retriever.url={retriever.url!r}: {said}; serve one index everywhere, the one that "
+            "verl_bridge.retriever.index names"
         )
 
 

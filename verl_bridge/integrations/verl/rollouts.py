@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.workers.utils.padding import response_from_nested
 
 from verl_bridge.algorithms.grounding import index_groups
 from verl_bridge.integrations.verl.scoring import jagged
@@ -27,6 +29,7 @@ class RolloutBatch:
         advantages: what the base estimator gave  # (batch, response)
         rewards: outcome reward  # (batch,)
         group_index: the uid of each row as an integer  # (batch,)
+        columns: what else was asked for, by name  # (batch, response) each
     """
 
     keys: list[str]
@@ -37,12 +40,21 @@ class RolloutBatch:
     advantages: torch.Tensor
     rewards: torch.Tensor
     group_index: torch.Tensor
+    columns: dict[str, torch.Tensor]
 
 
-def read_rollouts(batch: KVBatchMeta) -> RolloutBatch:
-    """Fetch what the methods need from TransferQueue. Raises ValueError when a row carries no trace."""
+def read_rollouts(batch: KVBatchMeta, columns: Sequence[str] = ()) -> RolloutBatch:
+    """Fetch what the methods need from TransferQueue.
+
+    Args:
+        batch: the step's batch.
+        columns: further per-token columns, over the response or, as an engine writes them, over the whole sequence.
+
+    Raises:
+        ValueError: a row carries no trace.
+    """
     keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-    fields = ["uid", "extra_fields", "prompts", "response_mask", "advantages", "rm_scores"]
+    fields = ["uid", "extra_fields", "prompts", "response_mask", "advantages", "rm_scores", *columns]
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
     traces = []
     for extra in data.pop("extra_fields").tolist():
@@ -56,6 +68,11 @@ def read_rollouts(batch: KVBatchMeta) -> RolloutBatch:
         traces.append(SearchTrace.from_dict(record))
     uids = [str(uid) for uid in data.pop("uid").tolist()]
     mask = torch.nested.to_padded_tensor(data["response_mask"], 0)
+    read = {name: data[name] for name in columns}
+    for name, values in read.items():
+        if values.offsets()[-1] != data["response_mask"].offsets()[-1]:
+            values = response_from_nested(values, data["response_mask"])
+        read[name] = torch.nested.to_padded_tensor(values, 0.0)
     return RolloutBatch(
         keys=keys,
         uids=uids,
@@ -65,6 +82,7 @@ def read_rollouts(batch: KVBatchMeta) -> RolloutBatch:
         advantages=torch.nested.to_padded_tensor(data["advantages"], 0.0),
         rewards=torch.nested.to_padded_tensor(data["rm_scores"], 0.0).sum(-1),
         group_index=index_groups(uids),
+        columns=read,
     )
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
+import torch
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
@@ -28,12 +30,13 @@ from verl_bridge.config import VerlBridgeConfig, load_settings
 from verl_bridge.files import new_file
 from verl_bridge.integrations.verl.agent_loop import encode_text
 from verl_bridge.integrations.verl.checks import GROUP_RELATIVE, check_gold_answers, prepare_config, read_probe
+from verl_bridge.integrations.verl.retrieval import TrainerRetrieval
 from verl_bridge.integrations.verl.rollouts import RolloutBatch, read_rollouts, write_advantages
+from verl_bridge.integrations.verl.salience import ENTROPY, MARGIN, asking_for_salience
 from verl_bridge.integrations.verl.scoring import score_answers
 from verl_bridge.plugin import TRAINER
 from verl_bridge.qa.answers import alias_hit
 from verl_bridge.qa.signals import tool_use_warning
-from verl_bridge.retrieval.actor import start_retriever
 from verl_bridge.retrieval.corpus import Document
 
 logger = logging.getLogger(__name__)
@@ -48,25 +51,28 @@ class SearchTrainerMixin:
     def __init__(self, config: DictConfig) -> None:
         self.settings = load_settings(config)
         self.base_estimator = prepare_config(config, self.settings, self.verl_mode)
-        retriever, seed = self.settings.retriever, config.data.get("seed") or 0
-        self.retriever = start_retriever(
-            retriever.actor_name,
-            corpus=retriever.corpus,
-            index=retriever.index,
-            encoder=retriever.encoder,
-            query_prefix=retriever.query_prefix,
-            lora_rank=retriever.lora_rank,
-            top_k=retriever.top_k,
-            threads=retriever.threads,
-            timeout=retriever.load_timeout,
-            seed=seed,
-            updater=self._updater(seed) if self.settings.bridge.enable else None,
+        seed = config.data.get("seed") or 0
+        self.probe = read_probe(self.settings.retriever.probe)
+        self.retrieval = TrainerRetrieval(
+            self.settings.retriever, seed=seed, updater=self._updater(seed) if self.settings.bridge.enable else None
         )
-        self.probe = read_probe(retriever.probe)
+        self.retriever = self.retrieval.actor
         super().__init__(config)
         if os.environ.get("VERL_PLATFORM") == "cpu":
             # verl looks for finished rollouts every 2 s and has no key for it: far too long for a step of seconds.
             self.replay_buffer.poll_interval = 0.05
+
+    @property
+    def _weighs_tokens(self) -> bool:
+        """Whether GCA needs the old policy's logits."""
+        return self.settings.gca.enable and self.settings.gca.salience == "margin_entropy"
+
+    @property
+    def _unicode_aliases(self) -> bool:
+        return self.settings.gca.alias_matching == "unicode"
+
+    def _hit(self, title: str, text: str, golds: Sequence[str]) -> bool:
+        return alias_hit(f"{title} {text}", golds, unicode=self._unicode_aliases)
 
     def _updater(self, seed: int) -> Any:
         bridge = self.settings.bridge
@@ -98,10 +104,22 @@ class SearchTrainerMixin:
 
             cpu.swap_cpu_workers(self)
 
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        if not self._weighs_tokens:
+            return super()._compute_old_log_prob(batch, metrics)
+        gca = self.settings.gca
+        with asking_for_salience(batch, margin_k=gca.margin_k, entropy_m=gca.entropy_m):
+            return super()._compute_old_log_prob(batch, metrics)
+
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics)
-        rollouts = read_rollouts(batch)
-        signals = credit.batch_signals(rollouts.traces, rollouts.group_index)
+        bypass = (self.config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False)
+        columns = [*([] if bypass else ["entropy"]), *([MARGIN, ENTROPY] if self._weighs_tokens else [])]
+        rollouts = read_rollouts(batch, columns)
+        oracle = self._oracle_hits(rollouts) if self.settings.gca.oracle_query else None
+        signals = credit.batch_signals(
+            rollouts.traces, rollouts.group_index, oracle_hit=oracle, unicode=self._unicode_aliases
+        )
         metrics.update(credit.search_metrics(rollouts.traces))
         metrics.update(
             grounding_metrics(signals.hit, signals.correct, signals.types, rollouts.group_index, rollouts.rewards)
@@ -124,7 +142,7 @@ class SearchTrainerMixin:
     def _validate(self) -> dict[str, float]:
         metrics = super()._validate()
         if self.probe:
-            found = ray.get(self.retriever.recall_probe.remote(self.probe, self.settings.retriever.shown))
+            found = self.retrieval.recall(self.probe, self.settings.retriever.shown)
             metrics.update({f"val/retrieval/{name}": value for name, value in found.items()})
         return metrics
 
@@ -138,11 +156,15 @@ class SearchTrainerMixin:
         super()._load_checkpoint()
         if self.settings.bridge.enable and self.global_steps > 0:
             ray.get(self.retriever.load.remote(str(self._checkpoint_folder(self.global_steps, resumed=True))))
+            self.retrieval.publish(begin=True)
 
     def fit(self, agent_loop_manager: Any) -> None:
-        super().fit(agent_loop_manager)
-        if self.settings.bridge.enable:
-            ray.get(self.retriever.save_adapter.remote(str(self._run_folder() / "adapter")))
+        try:
+            super().fit(agent_loop_manager)
+            if self.settings.bridge.enable:
+                ray.get(self.retriever.save_adapter.remote(str(self._run_folder() / "adapter")))
+        finally:
+            self.retrieval.stop()
 
     # ---- the methods ------------------------------------------------------------------------------------------
 
@@ -198,13 +220,27 @@ class SearchTrainerMixin:
             rl_mask=[by_reward[row] for row, _ in plan.turn_keys],
             adapter_version=[turn.adapter_version for turn in served],
             hits=[
-                [alias_hit(f"{d.title} {d.text}", rollouts.traces[key[0]].golden_answers) for d in candidates[key]]
+                [self._hit(d.title, d.text, rollouts.traces[key[0]].golden_answers) for d in candidates[key]]
                 for key in plan.turn_keys
             ],
         )
+        self.retrieval.check_served(update.adapter_version)
         with marked_timer("retriever_update", self.timing_raw):
             metrics.update(ray.get(self.retriever.update.remote(update)).metrics)
+        if self.retrieval.publishes:
+            with marked_timer("publish_adapter", self.timing_raw):
+                self.retrieval.publish()
         return metrics
+
+    def _oracle_hits(self, rollouts: RolloutBatch) -> torch.Tensor:
+        """Whether question and gold together find an alias, (batch,) bool; asked where a type hangs on it."""
+        asked = credit.oracle_queries(rollouts.traces, unicode=self._unicode_aliases)
+        found = self.retrieval.search([query for query, _ in asked.values()], self.settings.retriever.shown)
+        hits = {
+            question: any(self._hit(d["title"], d["text"], golds) for d in answer["documents"])
+            for (question, (_, golds)), answer in zip(asked.items(), found, strict=True)
+        }
+        return torch.tensor([hits.get(trace.question, False) for trace in rollouts.traces], dtype=torch.bool)
 
     def _ground(self, batch: KVBatchMeta, rollouts: RolloutBatch, signals: credit.BatchSignals) -> dict[str, float]:
         """GCA: replace the advantages of the batch by grounded ones."""
@@ -217,6 +253,9 @@ class SearchTrainerMixin:
             rollouts.rewards,
             group_relative=self.base_estimator in GROUP_RELATIVE,
             settings=self.settings.gca,
+            margin=rollouts.columns.get(MARGIN),
+            top_entropy=rollouts.columns.get(ENTROPY),
+            entropy=rollouts.columns.get("entropy"),
         )
         write_advantages(batch, rollouts, result.advantages)
         return result.metrics

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import restore_dynamic_batch
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from verl_bridge.integrations.verl.cpu import prepare_thread
+from verl_bridge.integrations.verl.engine import SalienceFSDPEngine
+from verl_bridge.integrations.verl.salience import salience_outputs, wants_salience
 
 # What needs logits at every position, or none at all: left to verl's own code.
 _NEEDS_ALL_LOGITS = (
@@ -104,7 +106,7 @@ class _CPUEngineMixin:
         return output
 
 
-class CPULanguageModelEngine(_CPUEngineMixin, FSDPEngineWithLMHead):
+class CPULanguageModelEngine(_CPUEngineMixin, SalienceFSDPEngine):
     """Actor and reference policy. :meth:`token_outputs` is the place to read logits at the selected tokens."""
 
     _positions: Tensor | None = None  # (rows of the padded batch that keep their logits,); None: all of them
@@ -118,12 +120,14 @@ class CPULanguageModelEngine(_CPUEngineMixin, FSDPEngineWithLMHead):
             micro_batch: the micro-batch with verl's flags (``calculate_entropy``).
 
         Returns:
-            name to values (tokens,): ``log_probs``, and ``entropy`` in nats when asked for.
+            name to values (tokens,): ``log_probs``, when asked for ``entropy`` in nats and the columns of salience.
         """
         log_probs = torch.log_softmax(logits, dim=-1)
         outputs = {"log_probs": log_probs.gather(-1, labels[:, None]).squeeze(-1)}
         if tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False):
             outputs["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
+        if wants_salience(micro_batch):
+            outputs |= salience_outputs(logits.detach(), labels, micro_batch)
         return outputs
 
     def _build_fsdp_module(self, module):

@@ -1,0 +1,1 @@
+"""Benchmarks and evaluation. Imports nothing heavy."""
