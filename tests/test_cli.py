@@ -10,7 +10,21 @@ import pytest
 
 from verl_bridge import __version__, cli
 
-COMMANDS = ["doctor", "demo", "train", "index build", "index check", "query", "serve", "bench retrieval", "data check"]
+COMMANDS = [
+    "doctor",
+    "demo",
+    "train",
+    "index build",
+    "index check",
+    "query",
+    "serve",
+    "publish",
+    "eval",
+    "bench gca",
+    "bench salience",
+    "bench retrieval",
+    "data check",
+]
 
 
 def failing(capsys, *arguments) -> str:

@@ -113,3 +113,27 @@ def test_the_top_of_a_row_by_groups():
         best, rows = exact._top(scores, 4)
         assert torch.equal(best, scores.topk(4, dim=1).values)
         assert torch.equal(scores.gather(1, rows), best)
+
+
+def test_a_vector_that_is_not_finite_is_named():
+    vectors = unit(np.random.default_rng(4), 100, 8)
+    vectors[[41, 70], [3, 0]] = [np.nan, np.inf]
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ValueError, match="the vector in row 41 is not finite"):
+            ExactSearch(vectors, compute_dtype=dtype)
+
+
+def test_what_is_read_to_score_again_is_bounded(monkeypatch):
+    """Nine equal documents in ten: every query has to look at all of them, a few queries at a time."""
+    rng = np.random.default_rng(5)
+    vectors = unit(rng, 2000, 16)
+    vectors[:1800] = vectors[0]
+    search, largest = ExactSearch(vectors, compute_dtype="bfloat16"), []
+    read = search._read
+    monkeypatch.setattr(search, "_read", lambda rows: largest.append(len(rows)) or read(rows))
+    monkeypatch.setattr(exact, "READ", 4000 * 16)
+    scores, rows = search.search(np.repeat(vectors[:1], 9, axis=0), 3)
+    np.testing.assert_allclose(scores, 1.0, atol=1e-6)
+    assert max(largest) == 4000 and (rows < 1800).all()
+    with pytest.raises(RuntimeError, match="searchable=True"):
+        exact.NoSearch(vectors).search(vectors[:1], 3)

@@ -55,3 +55,37 @@ def test_pooling_is_really_changed_and_bad_settings_are_refused(minilm):
         BaseEncoder(minilm, normalize=False)
     with pytest.raises(ValueError, match="family 'e6' is unknown"):
         QueryEncoder(BaseEncoder(minilm), family="e6")
+
+
+def test_a_family_beats_what_the_index_was_made_with_and_what_does_not_fit_is_refused(
+    minilm, places, places_file, tmp_path
+):
+    from verl_bridge.retrieval.index import DocumentIndex
+    from verl_bridge.retrieval.retriever import open_retriever
+
+    _, documents = load_encoders(minilm, passage_prefix="passage: ")
+    DocumentIndex.build(places, documents, tmp_path / "i")
+    files = {"corpus": places_file, "index": tmp_path / "i"}
+    assert open_retriever(**files).encoder.queries.query_prefix == ""
+    assert open_retriever(**files, family="e5").encoder.queries.query_prefix == "query: "
+    assert open_retriever(**files, family="e5", query_prefix="q: ").encoder.queries.query_prefix == "q: "
+    with pytest.raises(ValueError, match="passage_prefix 'passage: '"):
+        open_retriever(**files, family="minilm")
+    _, documents = load_encoders(minilm, family="e5")
+    DocumentIndex.build(places, documents, tmp_path / "e5", query_prefix="query: ")
+    with pytest.raises(ValueError, match="pooling 'mean'"):
+        open_retriever(corpus=places_file, index=tmp_path / "e5", family="bge")
+
+
+def test_opened_for_its_vectors_alone(minilm, places_file, places_index_folder):
+    from verl_bridge.retrieval.retriever import open_retriever
+
+    full = open_retriever(corpus=places_file, index=places_index_folder)
+    only = open_retriever(corpus=places_file, index=places_index_folder, searchable=False)
+    (found,) = full.search(["money of Hollin"], 4)
+    (scores,) = only.scores(["money of Hollin"], [found.ids])
+    assert scores == pytest.approx(found.scores, abs=1e-5)
+    with pytest.raises(RuntimeError, match="opened for its vectors alone"):
+        only.search(["money of Hollin"], 4)
+    with pytest.raises(KeyError, match="nowhere"):
+        only.scores(["x"], [["nowhere"]])

@@ -229,3 +229,11 @@ def test_answers_goodbyes_and_malformed_turns():
     ]
     keys = set(observe(actions("<search>x</search>")[0], ANSWER, 3)[0])
     assert all(set(t) == keys for t, _, _ in told)  # verl-tool's batches need the same keys in every row
+
+
+def test_a_body_of_many_fields_is_refused_before_an_error_is_made_for_each():
+    from verl_bridge.retrieval import protocol
+
+    body = b"{" + b",".join(b'"x%d":1' % i for i in range(100_000)) + b"}"
+    with pytest.raises(protocol.Invalid, match="100000 fields; give at most 32"):
+        protocol.read_json(body, protocol.request_models().search)

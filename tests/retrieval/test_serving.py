@@ -102,3 +102,40 @@ def test_number_formats(monkeypatch):
     for native, expected in ((True, "bfloat16"), (False, "float16")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native)
         assert resolve_dtype("auto", "cuda") == expected
+
+
+def test_an_adapter_that_would_break_every_search_is_refused_and_the_one_before_serves_on(encoders, copies):
+    from safetensors.torch import save
+
+    queries, _ = encoders
+    serving, good = copies["bfloat16"], queries.adapter_state()
+    before = serving.encode_queries(QUERIES)
+    names = {name.replace(".default.", "."): value for name, value in good.items()}
+    huge = save({name: torch.full_like(value, 1e30) for name, value in names.items()})
+    wide = save({name: torch.full_like(value, 1e300, dtype=torch.float64) for name, value in names.items()})
+    short = save({name: value.to(torch.float8_e4m3fn) for name, value in names.items()})
+    turned = save({name: value.to(torch.complex64) for name, value in names.items()})
+    for bad, says in (
+        (huge, "not finite"),
+        (wide, "not finite"),
+        (short, "float8_e4m3fn; save it in float32"),
+        (turned, "complex64"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            serving.load_adapter(bad, 5)
+        assert serving.adapter_version == 0
+        assert torch.equal(serving.encode_queries(QUERIES), before)
+    half = save({name: value.half() for name, value in names.items()})
+    serving.load_adapter(half, 5)
+    assert serving.adapter_version == 5
+
+
+def test_vectors_of_a_short_format_have_length_one(copies):
+    lengths = copies["bfloat16"].encode_queries(QUERIES).norm(dim=1)
+    torch.testing.assert_close(lengths, torch.ones(len(QUERIES)), atol=1e-6, rtol=0)
+
+
+def test_lengths_come_in_steps_so_that_few_shapes_are_met(loaded):
+    model = loaded[0].base.model
+    shapes = {model.preprocess([" ".join(["town"] * n)])["input_ids"].shape[1] for n in range(1, 30)}
+    assert shapes == set(range(4, 33, 4))

@@ -104,15 +104,14 @@ def _progress_bar() -> tuple[Callable[[int, int], None], Callable[[], None]]:
 
 def _check(options: argparse.Namespace) -> int:
     from verl_bridge.retrieval.corpus import Corpus
-    from verl_bridge.retrieval.index import compare_vectors, manifest_settings, open_index
+    from verl_bridge.retrieval.index import compare_vectors, open_index
+    from verl_bridge.retrieval.manifest import encoder_settings as settings_for
 
     corpus = Corpus.open(options.corpus)
     stored = open_index(options.index, corpus)
     worst = None
     if options.encoder:
-        known = manifest_settings(options.index)
-        given = encoder_settings(options)
-        settings = {key: known.get(key) if value is None else value for key, value in given.items()}
+        settings = settings_for(options.index, encoder_settings(options))
         _, documents = _load_encoders(options.encoder, **settings)
         stored = open_index(options.index, corpus, documents, verify=False)
         worst = compare_vectors(stored, corpus, documents)
@@ -134,6 +133,8 @@ def _report(options: argparse.Namespace, manifest: dict[str, Any], state: str, c
 def _query(options: argparse.Namespace) -> int:
     if bool(options.url) == bool(options.corpus or options.index):
         raise ValueError("give --corpus and --index to search here, or --url alone to ask a server")
+    if options.url and options.adapter:
+        raise ValueError(f"--adapter={options.adapter} with --url: `verl-bridge publish` sends an adapter to a server")
     answers = _ask(options) if options.url else _search(options)
     if options.json:
         print(json.dumps({"results": answers}))
@@ -160,15 +161,7 @@ def _search(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _ask(options: argparse.Namespace) -> list[dict[str, Any]]:
-    import asyncio
-
     from verl_bridge.retrieval.client import RetrievalClient
 
-    async def ask() -> list[dict[str, Any]]:
-        client = RetrievalClient(options.url, token=os.environ.get("VERL_BRIDGE_TOKEN") or None)
-        try:
-            return await client.search(options.text, options.top_k)
-        finally:
-            await client.close()
-
-    return asyncio.run(ask())
+    client = RetrievalClient(options.url, token=os.environ.get("VERL_BRIDGE_TOKEN") or None)
+    return client.search_sync(options.text, options.top_k)

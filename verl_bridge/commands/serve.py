@@ -1,20 +1,23 @@
-"""``verl-bridge serve``: an index over HTTP."""
+"""``verl-bridge serve``, an index over HTTP, and ``verl-bridge publish``, another adapter for it."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
 import sys
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
-from verl_bridge.commands.options import add_retriever_arguments, positive, retriever_settings
+from verl_bridge.commands.options import add_command, add_retriever_arguments, positive, retriever_settings
 
 TOKEN = "VERL_BRIDGE_TOKEN"
 
 
 def add(commands: Any) -> None:
-    """Adds ``serve`` to the parser."""
+    """Adds ``serve`` and ``publish`` to the parser."""
     text = "serve an index over HTTP: Search-R1's /retrieve, verl-tool's /get_observation, /search, /adapter"
     serve = commands.add_parser("serve", help=text, description=text[0].upper() + text[1:] + ".")
     add_retriever_arguments(serve)
@@ -36,6 +39,34 @@ def add(commands: Any) -> None:
     serve.add_argument("--shown", type=positive, default=3, help="documents in an observation")
     serve.add_argument("--top-k", type=positive, default=10, help="candidates per query when a request does not say")
     serve.add_argument("--grace", type=positive, default=30, help="seconds for begun requests after SIGTERM")
+
+    publish = add_command(commands, "publish", _publish, "give running servers an adapter, while they serve")
+    publish.add_argument("--url", required=True, help="the server, or several by commas")
+    publish.add_argument("--adapter", required=True, help="adapter folder of a run")
+    publish.add_argument("--version", type=_count, required=True, help="the version it serves as")
+    publish.add_argument("--replace", action="store_true", help="also if the server knows another under this version")
+    publish.add_argument("--token-env", metavar="NAME", help=f"variable that holds the bearer token (default: {TOKEN})")
+
+
+def _publish(options: argparse.Namespace) -> int:
+    from verl_bridge.retrieval.client import RetrievalClient
+
+    file = Path(options.adapter) / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ValueError(f"--adapter {options.adapter} holds no adapter_model.safetensors; give the adapter's folder")
+    adapter = file.read_bytes()
+
+    async def send() -> dict[str, int]:
+        async with RetrievalClient(options.url, token=_token(options.token_env)) as client:
+            await client.publish(adapter, options.version, replace=options.replace)
+            return await client.versions()
+
+    serving = asyncio.run(send())
+    if options.json:
+        print(json.dumps({"serving": serving}))
+    else:
+        print("\n".join(f"{url} serves adapter version {version}" for url, version in serving.items()))
+    return 0
 
 
 def _serve(options: argparse.Namespace) -> int:

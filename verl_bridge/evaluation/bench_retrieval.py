@@ -252,7 +252,7 @@ def _swap(url: str, retriever: Any, queries: Sequence[str], clients: int, reques
 
     queries = queries[:256]
     # a rounded encoder gives a query of another batch another rounding
-    tie = TIE if retriever.encoder.compute_dtype == "float32" else 10 * TIE
+    tie = TIE if retriever.encoder.compute_dtype == "float32" else 5 * TIE
     versions = {}
     initial = retriever.encoder.queries.adapter_state()
     adapters: dict[int, bytes] = {0: retriever.encoder.queries.adapter_bytes()}
@@ -305,6 +305,7 @@ def _swap(url: str, retriever: Any, queries: Sequence[str], clients: int, reques
         "served": served,
         "requests": len(load.answers),
         "failed": load.failed,
+        "tie": tie,
         "mixed": mixed,
         "answers_that_tell_versions_apart": apart,
         "stale": stale,

@@ -90,6 +90,7 @@ def build_index(
     with _work_folder(directory, restart) as work:
         done = work / "index"
         vectors = _encode_all(corpus, encoder, work, plan, batch_size, progress)
+        (done / "index.faiss").unlink(missing_ok=True)  # of an interrupted build with another factory
         if index is not None:
             import faiss
 

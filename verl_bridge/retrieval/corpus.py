@@ -107,6 +107,7 @@ def _unpacked(path: Path, cache_dir: Path | None) -> Path:
     try:
         with os.fdopen(handle, "wb") as out, gzip.open(path, "rb") as packed:
             shutil.copyfileobj(packed, out, 1 << 20)
+        os.chmod(temporary, 0o644)  # temporary files are private
         os.replace(temporary, target)
     except (OSError, EOFError, zlib.error) as error:
         os.unlink(temporary)

@@ -107,6 +107,9 @@ class BaseEncoder:
         self._normalize_here = self.normalised and "Normalize" not in kinds
         if pooling is not None:
             self._set_pooling(pooling)
+        if isinstance(getattr(self.model[0], "processing_kwargs", None), dict):
+            # lengths in steps: a processor's library keeps code and memory for every shape it has met
+            self.model[0].processing_kwargs.setdefault("text", {}).setdefault("pad_to_multiple_of", 4)
         self.pooling = next((str(m.pooling_mode) for m in self.model if hasattr(m, "pooling_mode")), "none")
         self.adapter: Any = None  # the peft model that a QueryEncoder injects
 
@@ -161,7 +164,9 @@ class BaseEncoder:
             features = {k: v.to(self.model.device) if torch.is_tensor(v) else v for k, v in features.items()}
             parts.append(model(features)["sentence_embedding"].float())
         vectors = torch.cat(parts)[torch.tensor(order, device=self.model.device).argsort()]
-        return torch.nn.functional.normalize(vectors, dim=-1) if self._normalize_here else vectors
+        # a copy in a short format rounds what it normalised
+        again = self._normalize_here or (model is not self.model and self.normalised)
+        return torch.nn.functional.normalize(vectors, dim=-1) if again else vectors
 
 
 class DocumentEncoder:
@@ -352,6 +357,10 @@ class QueryEncoder:
             state = load(data)
         except (SafetensorError, ValueError, KeyError) as error:
             raise ValueError(f"{place} is damaged ({error}); use the one before it") from error
+        known = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        if others := {str(value.dtype) for value in state.values() if value.dtype not in known}:
+            raise ValueError(f"{place} holds numbers of type {', '.join(sorted(others))}; save it in float32")
+        state = {key: value.float() for key, value in state.items()}
         if not all(torch.isfinite(value).all() for value in state.values()):
             raise ValueError(f"{place} holds values that are not finite; use the one before it")
         names = {name.replace(".default.", "."): name for name in self.lora_parameters()}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 GROUP = 64  # documents whose best score is looked at first
 BLOCK = 1 << 18  # documents scored at a time: bounds the score matrix
+READ = 1 << 26  # numbers read at a time to score candidates again
 
 
 class ExactSearch:
@@ -34,12 +35,18 @@ class ExactSearch:
 
         self.vectors, self.device = vectors, torch.device(device)
         self.ntotal, self.d = vectors.shape
+        if self.device.type == "cuda":  # the bound below counts on sums in float32
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.compute_dtype = resolve_dtype(compute_dtype, device)
         dtype = getattr(torch, self.compute_dtype)
         self._copy = torch.empty(self.ntotal, self.d, dtype=dtype, device=self.device)  # (documents, dim)
         self._longest = self._rounding = 0.0  # largest length of a vector, and of what rounding took from one
         for start in range(0, self.ntotal, BLOCK):
             block = self._read(slice(start, start + BLOCK))
+            if not (finite := torch.isfinite(block).all(dim=1)).all():
+                row = start + int((~finite).nonzero()[0])
+                raise ValueError(f"the vector in row {row} is not finite; build the index again")
             copy = self._copy[start : start + BLOCK].copy_(block)
             self._longest = max(self._longest, block.norm(dim=1).max().item())
             self._rounding = max(self._rounding, (copy.float() - block).norm(dim=1).max().item())
@@ -63,9 +70,11 @@ class ExactSearch:
         todo = torch.arange(len(queries), device=self.device)
         candidates = k if self.compute_dtype == "float32" else max(32, 2 * k)
         while len(todo):
-            candidates = min(candidates, self.ntotal)
-            certain, scores[todo], rows[todo] = self._best(given[todo], k, candidates)
-            todo = todo[~certain]
+            candidates, unsure = min(candidates, self.ntotal), []
+            for part in todo.split(max(1, READ // (candidates * self.d))):
+                certain, scores[part], rows[part] = self._best(given[part], k, candidates)
+                unsure.append(part[~certain])
+            todo = torch.cat(unsure)
             candidates *= 16
         return scores.cpu().numpy(), rows.cpu().numpy()
 
@@ -111,6 +120,21 @@ class ExactSearch:
 
         rows = rows if isinstance(rows, slice) else rows.cpu().numpy()
         return torch.from_numpy(self.vectors[rows].astype("float32")).to(self.device)
+
+
+class NoSearch:
+    """Stands where a search would be for who only looks vectors up: a search may be gigabytes of memory.
+
+    Args:
+        vectors: shape (documents, dim).
+    """
+
+    def __init__(self, vectors: np.ndarray) -> None:
+        self.ntotal, self.d = vectors.shape
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Raises RuntimeError."""
+        raise RuntimeError("this index was opened for its vectors alone; open it with searchable=True")
 
 
 def _top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

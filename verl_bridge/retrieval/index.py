@@ -130,6 +130,7 @@ class DocumentIndex:
         device: str = "cpu",
         search_parameters: str | None = None,
         searcher: Any = None,
+        searchable: bool = True,
         verify: bool = True,
     ) -> DocumentIndex:
         """Opens an index as :func:`open_index` does, with its errors, and makes it ready for search.
@@ -142,9 +143,10 @@ class DocumentIndex:
             device: torch device of an exact search; ``cuda`` puts another kind on FAISS's GPU.
             search_parameters: such as ``nprobe=32``, see :func:`set_search_parameters`; None takes the manifest's.
             searcher: searches these vectors elsewhere (the call of a FAISS index); then nothing is made ready here.
+            searchable: False makes nothing ready for search where the vectors are kept; they can be looked up.
             verify: compare the files' checksums.
         """
-        from verl_bridge.retrieval.exact import ExactSearch
+        from verl_bridge.retrieval.exact import ExactSearch, NoSearch
         from verl_bridge.retrieval.faiss_index import give_back_vectors, set_search_parameters, to_gpu
 
         stored = open_index(path, corpus, encoder, verify=verify)
@@ -152,6 +154,8 @@ class DocumentIndex:
             search_parameters = stored.manifest.get("search_parameters")
         if search_parameters:
             set_search_parameters(stored.faiss, search_parameters)
+        if not searchable and stored.vectors is not None:
+            return cls(corpus, NoSearch(stored.vectors), stored.vectors, stored.manifest)
         if searcher is not None:
             here = (stored.manifest["documents"], stored.manifest["dim"])
             if (searcher.ntotal, searcher.d) != here:

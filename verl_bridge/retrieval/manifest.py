@@ -14,6 +14,8 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_bridge.retrieval.families import FAMILIES
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -179,6 +181,19 @@ def manifest_settings(path: str | os.PathLike) -> dict[str, Any]:
     pooling = manifest["pooling"] if manifest["pooling"] in ("mean", "cls") else None  # else the model's own
     # normalised vectors may come from the model itself, which then refuses to be told not to
     return {**settings, "pooling": pooling, "normalize": manifest["normalised"] or None}
+
+
+def encoder_settings(path: str | os.PathLike, given: dict[str, Any]) -> dict[str, Any]:
+    """Settings of an encoder for an index: what is given, else what a given family says, else what made the index.
+
+    Args:
+        path: the index.
+        given: keywords of ``load_encoders``, and ``encoder``; None where nothing was given.
+    """
+    known = manifest_settings(path)
+    if given.get("family") is not None:  # speaks for these four, and what does not fit the index is then refused
+        known = {key: value for key, value in known.items() if key not in vars(FAMILIES["e5"])}
+    return {key: known.get(key) if value is None else value for key, value in given.items()}
 
 
 def match(

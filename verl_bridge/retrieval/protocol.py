@@ -19,6 +19,7 @@ from verl_bridge.retrieval.corpus import Document
 RETRIEVE_TOP_K = 3  # Search-R1's default
 MAX_QUERIES = 4096  # Search-R1 sends one request for a whole batch of rollouts: 512 prompts × 5 are 2,560
 MAX_QUERY_CHARACTERS = 16_384
+MAX_FIELDS = 32  # in a request's object
 MAX_TOP_K = 1000
 MAX_DOCUMENTS = 65_536  # queries × top_k, which bounds an answer's size
 MAX_BODY = 16 << 20  # bytes
@@ -215,6 +216,8 @@ def read_json(body: bytes, model: type[BaseModel]) -> Any:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:  # also bad UTF-8, half a surrogate pair, deep nesting
         raise Invalid(f"the body is not JSON: {error.msg} (character {error.pos})", 400) from None
+    if isinstance(value, dict) and len(value) > MAX_FIELDS:  # before an error is made for each
+        raise Invalid(f"the body has {len(value)} fields; give at most {MAX_FIELDS}")
     try:
         return model.model_validate(value)
     except ValidationError as error:

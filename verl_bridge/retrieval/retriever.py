@@ -106,6 +106,11 @@ class Retriever:
             answers[query] = Retrieved(tuple(d.id for d in documents), hit.scores, documents, version)
         return [answers.get(query, blank) for query in queries]
 
+    def scores(self, queries: Sequence[str], ids: Sequence[Sequence[str]]) -> list[list[float]]:
+        """Inner products of every query with the stored vectors of its documents. Raises KeyError for an unknown id."""
+        vectors = self.encoder.encode_queries(check_call(queries, 1)).cpu()
+        return [(self.index.vectors(row) @ query).tolist() for row, query in zip(ids, vectors, strict=True)]
+
     def load_adapter(self, source: str | os.PathLike | bytes, version: int) -> None:
         """Serves a saved adapter, a folder or its file's bytes, from the next search on; see ``QueryEncoder``."""
         self.encoder.load_adapter(source, version)
@@ -132,6 +137,7 @@ def open_retriever(
     cache_dir: str | os.PathLike | None = None,
     seed: int = 0,
     searcher: Any = None,
+    searchable: bool = True,
     verify: bool = True,
 ) -> Retriever:
     """Opens corpus, encoder and index, checked against one another.
@@ -157,15 +163,15 @@ def open_retriever(
         cache_dir: where a ``.gz`` corpus is unpacked.
         seed: of the adapter's start.
         searcher: searches the index's vectors elsewhere; see ``DocumentIndex.load``.
+        searchable: False for who only looks vectors up, such as a learner: nothing is made ready for search.
         verify: compare the checksums of the index's files, which reads them once.
 
     Raises:
         ValueError: something is missing, damaged or not made for the rest; names it and the fix.
     """
     from verl_bridge.retrieval.encoder import load_encoders
-    from verl_bridge.retrieval.index import manifest_settings
+    from verl_bridge.retrieval.manifest import encoder_settings
 
-    known = manifest_settings(index)
     given = {
         "encoder": encoder,
         "family": family,
@@ -176,7 +182,7 @@ def open_retriever(
         "normalize": normalize,
         "max_length": max_length,
     }
-    settings = {key: known.get(key) if value is None else value for key, value in given.items()}
+    settings = encoder_settings(index, given)
     name = settings.pop("encoder")
     if not name:
         raise ValueError(f"{index} does not say which encoder made it; give the encoder")
@@ -190,6 +196,7 @@ def open_retriever(
         device=device,
         search_parameters=search_parameters,
         searcher=searcher,
+        searchable=searchable,
         verify=verify,
     )
     return Retriever(opened, loaded, ServingEncoder(queries, compute_dtype), top_k)

@@ -122,6 +122,10 @@ class RetrieverService:
             found |= {i: [next(rest) for _ in calls[i][0]] for i in group}
         return [found[i] for i in range(len(calls))]
 
+    async def scores(self, queries: Sequence[str], ids: Sequence[Sequence[str]]) -> list[list[float]]:
+        """Scores of these documents for every query, by the stored vectors. Raises KeyError for an unknown id."""
+        return await self._batcher.run(self._retriever.scores, queries, ids)
+
     async def documents(self, ids: Sequence[str]) -> list[dict[str, str]]:
         """The documents with these ids as ``{id, title, text}``. Raises KeyError for an unknown id."""
         return await self._batcher.run(lambda: [vars(self._retriever.corpus.by_id(i)) for i in ids])

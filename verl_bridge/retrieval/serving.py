@@ -50,7 +50,7 @@ class ServingEncoder:
 
     def _state(self) -> tuple[int, ...]:
         # torch counts the in-place changes of every tensor
-        return tuple(parameter._version for parameter in self._parameters)
+        return self.adapter_version, *(parameter._version for parameter in self._parameters)
 
     def _merge(self) -> None:
         import torch
@@ -72,9 +72,18 @@ class ServingEncoder:
             return self.queries.base.encode([self.queries.query_prefix + query for query in queries], self._model)
 
     def load_adapter(self, source: str | os.PathLike | bytes, version: int) -> None:
-        """See :meth:`QueryEncoder.load_adapter`; merged at once, so that the next query does not wait for it."""
+        """See :meth:`QueryEncoder.load_adapter`; merged at once, so that the next query does not wait for it.
+
+        Raises:
+            ValueError: also when queries overflow with it; the one before serves on.
+        """
+        import torch
+
+        before, known = self.queries.adapter_state(), self.adapter_version
         self.queries.load_adapter(source, version)
-        self._merge()
+        if not torch.isfinite(self.encode_queries(["a query to try it with"])).all():
+            self.queries.set_adapter_state(before, known)
+            raise ValueError("the adapter makes query vectors that are not finite; use the one before it")
 
     def save_adapter(self, directory: str | os.PathLike) -> None:
         """See :meth:`QueryEncoder.save_adapter`."""

@@ -102,7 +102,9 @@ class TrainerRetrieval:
         opened = {**retriever_files(settings), "seed": seed, "threads": settings.threads}
         name, timeout = settings.actor_name, settings.load_timeout
         if updater is not None or not (settings.url or settings.spread):
-            self.actor = start_retriever(name, updater=updater, timeout=timeout, **opened)
+            # where others answer the searches, the learner needs the vectors alone
+            served_here = not (settings.url or settings.spread)
+            self.actor = start_retriever(name, updater=updater, timeout=timeout, searchable=served_here, **opened)
         self._publishes = updater is not None and (settings.spread or settings.url is not None)
         if settings.spread:
             from verl_bridge.retrieval.deployment import start_serving
@@ -215,16 +217,28 @@ class TrainerRetrieval:
         return answers
 
     def _compare(self) -> None:
-        """Raises RuntimeError unless the servers find what the learner finds: BRIDGE's ratios build on that."""
-        here = ray.get(self.actor.search.remote(COMPARED, self.settings.top_k))
+        """Raises RuntimeError unless servers and learner score alike: BRIDGE's ratios build on that."""
         for url in split_urls(self.settings.url):
             there = asyncio.run(self._search(COMPARED, url))
-            for query, ours, theirs in zip(COMPARED, here, there, strict=True):
-                if (error := theirs["error"] or _difference(ours, theirs)) is not None:
+            for query, theirs in zip(COMPARED, there, strict=True):
+                if (error := theirs["error"] or self._difference(query, theirs)) is not None:
                     raise RuntimeError(
                         f"the server {url} and the learner disagree on {query!r}: {error}; serve the corpus, index, "
                         "encoder and query prefix that verl_bridge.retriever names"
                     )
+
+    def _difference(self, query: str, theirs: dict[str, Any]) -> str | None:
+        """How a server's answer differs from the learner's scores beyond rounding; None when it does not."""
+        if not theirs["ids"]:
+            return "it finds nothing"
+        try:
+            (ours,) = ray.get(self.actor.scores.remote([query], [theirs["ids"]]))
+        except KeyError:
+            return f"it finds {theirs['ids'][:3]}, not all of which are in the learner's corpus"
+        scale = max(1.0, *map(abs, ours))
+        if sum(abs(a - b) for a, b in zip(ours, theirs["scores"], strict=True)) > TOLERANCE * scale * len(ours):
+            return f"it scores {theirs['scores'][:3]}, the learner {[round(score, 3) for score in ours[:3]]}"
+        return None
 
     def _who(self) -> str:
         if self.settings.url is not None:
@@ -238,15 +252,3 @@ class TrainerRetrieval:
         if self._serving is not None:
             self._serving.stop()
             self._serving = None
-
-
-def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """How two answers to one query differ beyond rounding; None when they do not."""
-    mine = dict(zip(ours["ids"], ours["scores"], strict=True))
-    both = [(mine[i], score) for i, score in zip(theirs["ids"], theirs["scores"], strict=True) if i in mine]
-    if 2 * len(both) < len(mine):
-        return f"it finds {theirs['ids'][:3]}, the learner {ours['ids'][:3]}"
-    scale = max(1.0, *(abs(score) for score, _ in both)) if both else 1.0
-    if sum(abs(a - b) for a, b in both) > TOLERANCE * scale * len(both):
-        return f"it scores {theirs['scores'][:3]}, the learner {ours['scores'][:3]}"
-    return None
