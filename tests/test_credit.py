@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.e2e.reference import reference_advantages
+from tests.traces import masks, trace_of
 from verl_bridge import credit
-from verl_bridge.algorithms.grounding import RolloutType
+from verl_bridge.algorithms.grounding import RolloutType, Segment, TurnTable, segment_map
+from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.config.schema import GCAConfig
+from verl_bridge.embedded.tokenizer import train_tokenizer
+from verl_bridge.qa.actions import read_turn
 from verl_bridge.trace import SearchTrace, SearchTurn
 
 UNIFORM = GCAConfig(enable=True, salience="uniform")
-
-
-def trace_of(*steps, answer=None, gold="Lima", extra=2):
-    """Turns from ``hit`` | ``miss`` | ``failed`` | ``bad``: four sampled tokens, the first and last of them tags."""
-    turns, position = [], 0
-    for step in steps:
-        span, after = (position, position + 4), position + 4 + extra
-        gates = ((position, position + 1), (position + 3, position + 4))
-        if step == "bad":
-            turns.append(SearchTurn("malformed", span, gates, observation_span=(position + 4, after)))
-        elif step == "failed":
-            turns.append(SearchTurn("search", span, gates, query="q", status="error"))
-            after = position + 4
-        else:
-            text = f"<information>Doc 1(Title: t) {'Lima' if step == 'hit' else 'Quito'}</information>"
-            turns.append(
-                SearchTurn(
-                    "search",
-                    span,
-                    gates,
-                    query="q",
-                    status="ok",
-                    candidate_ids=("a", "b"),
-                    candidate_scores=(0.9, 0.8),
-                    shown=1,
-                    observation_span=(position + 4, after),
-                    observation=text,
-                    adapter_version=0,
-                )
-            )
-        position = after
-    if answer is not None:
-        span = (position, position + 4)
-        turns.append(SearchTurn("answer", span, ((position, position + 1), (position + 3, position + 4))))
-        position += 4
-    return SearchTrace(
-        question="capital?",
-        golden_answers=(gold,),
-        turns=tuple(turns),
-        answer=answer,
-        answer_span=None if answer is None else (position - 3, position - 1),
-        stop_reason="answer" if answer is not None else "max_turns",
-        response_length=position,
-    )
-
-
-def masks(traces):
-    width = max(trace.response_length for trace in traces)
-    mask = torch.zeros(len(traces), width, dtype=torch.int64)
-    for row, trace in enumerate(traces):
-        for turn in trace.turns:
-            mask[row, slice(*turn.span)] = 1
-    return mask
 
 
 def grpo(rewards, groups):
@@ -111,9 +64,101 @@ def test_yes_no_questions_are_gated_and_can_be_kept():
     kept = credit.ground(traces, signals, base, mask, groups, rewards, group_relative=True, settings=keep)
     # right without evidence, and nobody of the group found any: it leaves the loss
     assert signals.types[0] == RolloutType.D_NOT_RETRIEVABLE and not kept.advantages[0].any()
-    assert credit.teaches_by_reward(signals, GCAConfig(enable=True)).tolist() == [True, True]
-    assert credit.teaches_by_reward(signals, GCAConfig(enable=False, yes_no="keep")).tolist() == [True, True]
-    assert credit.teaches_by_reward(signals, keep).tolist() == [False, True]
+    teaching = [
+        credit.teaches_by_reward(signals, groups, rewards, group_relative=True, settings=chosen).tolist()
+        for chosen in (GCAConfig(enable=True), GCAConfig(enable=False, yes_no="keep"), keep)
+    ]
+    assert teaching == [[True, True], [True, True], [False, True]]
+
+
+@pytest.mark.parametrize("group_relative", [True, False])
+def test_what_leaves_the_policy_loss_is_what_does_not_teach(group_relative):
+    """Groups: all right, mixed, yes/no, and one alone whose oracle found nothing."""
+    traces = [trace_of("miss", answer=answer) for answer in ("Lima", "Lima", "Lima", "Quito")]
+    traces += [trace_of("miss", answer=answer, gold="yes") for answer in ("yes", "no")]
+    traces += [trace_of("miss", answer="Lima")]
+    groups = torch.tensor([0, 0, 1, 1, 2, 2, 3])
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0])
+    signals = credit.batch_signals(traces, groups, oracle_hit=torch.zeros(7, dtype=torch.bool))
+    mask = masks(traces)
+    base = torch.tensor([0.4, 0.4, 0.4, -0.6, 0.4, -0.6, 0.4])[:, None] * mask  # whitened over the batch
+    common = {"group_relative": group_relative, "settings": UNIFORM}
+    result = credit.ground(traces, signals, base, mask, groups, rewards, **common)
+    left = ((result.advantages == 0) | (mask == 0)).all(dim=1)
+    assert left.tolist() == [not group_relative] * 2 + [True, False, False, False, True]
+    assert (~credit.teaches_by_reward(signals, groups, rewards, **common)).tolist() == left.tolist()
+
+
+def test_a_cap_that_32_bits_round_up_holds_for_advantages_of_64():
+    trace = trace_of("hit", answer="Lima")
+    trace = replace(trace, turns=(replace(trace.turns[0], tag_spans=()), trace.turns[1]))
+    groups, mask = torch.tensor([0]), masks([trace])
+    margin, entropy = torch.zeros(mask.shape), torch.zeros(mask.shape)
+    margin[0, :4], entropy[0, 0] = torch.tensor([-9.0, 1.0, 1.1, 0.9]), 1.0  # the first token is far the least sure
+    result = credit.ground(
+        [trace],
+        credit.batch_signals([trace], groups),
+        mask.double(),
+        mask,
+        groups,
+        torch.ones(1),
+        group_relative=False,
+        settings=GCAConfig(enable=True, c_max=0.1),
+        margin=margin,
+        top_entropy=entropy,
+    )
+    assert torch.tensor(0.1).double() > 0.1 + 1e-9
+    assert result.metrics["gca/residual_max"] == pytest.approx(0.2 * 0.5 * 0.1, rel=1e-12)  # that token is at the cap
+
+
+def test_parallel_calls_with_the_first_hit_are_all_useful():
+    """Call spans (0, 4), (4, 8), observations (8, 10), (10, 12); a later search and the answer."""
+    found = trace_of("hit", "miss", answer="Lima")
+    first, later, answer = found.turns
+    calls = (
+        replace(first, tag_spans=((0, 1),), observation_span=(8, 10)),
+        replace(later, span=(4, 8), tag_spans=((7, 8),), observation_span=(10, 12)),
+        replace(later, span=(13, 15), tag_spans=(), observation_span=(15, 16)),
+        replace(answer, span=(16, 18), tag_spans=()),
+    )
+    trace = replace(found, turns=calls, answer_span=(16, 18), response_length=18)
+    mask, groups = masks([trace]), torch.tensor([0])
+    signals = credit.batch_signals([trace], groups)
+    segments = segment_map(TurnTable.of([trace.turns]), signals.first_hit_turn, mask)
+    n, v, r, a = Segment
+    assert segments.tolist() == [[n, *[v] * 6, n, *[n] * 5, r, r, n, a, a]]
+    assert masks([trace]).tolist() == [[1] * 8 + [0] * 5 + [1, 1, 0, 1, 1]]
+
+
+def test_several_searches_in_one_turn_by_tags_are_one_search_turn():
+    """The first action wins: what was written after it is no part of the rollout."""
+    tokenizer = train_tokenizer(["<search> a b </search> <answer> c </answer>"], vocabulary=300)
+    text = "<search>ab</search><search>c</search><answer>d</answer>"  # one token a tag and a letter
+    read = read_turn(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+    assert (read.action.kind, read.action.content, read.length) == ("search", "ab", 4)
+    found = trace_of("hit").turns[0]
+    turn = replace(found, span=(0, read.length), tag_spans=read.tag_spans, query=read.action.content)
+    trace = replace(trace_of("hit"), turns=(turn,))
+    signals = credit.batch_signals([trace], torch.tensor([0]))
+    segments = segment_map(TurnTable.of([trace.turns]), signals.first_hit_turn, masks([trace]))
+    n, v, _, _ = Segment
+    assert len(trace.searches) == 1 and segments.tolist() == [[n, v, v, n, n, n]]
+
+
+def test_a_truncated_turn_and_an_empty_response():
+    cut = SearchTrace("q", ("Lima",), (SearchTurn("malformed", (0, 3)),), None, None, "length", 3)
+    empty = SearchTrace("q", ("Lima",), (), None, None, "length", 1)
+    right = trace_of("hit", answer="Lima")
+    traces, groups, rewards = [right, cut, empty], torch.zeros(3, dtype=torch.int64), torch.tensor([1.0, 0.0, 0.0])
+    mask = masks(traces)
+    signals = credit.batch_signals(traces, groups)
+    assert signals.types.tolist() == [RolloutType.A, RolloutType.C, RolloutType.C]
+    base = grpo(rewards.tolist(), groups.tolist())[:, None] * mask
+    table = VerlBridgeConfig.from_mapping({"gca": {"salience": "uniform", "routing": {"C": {"RSEARCH": -0.5}}}}).gca
+    result = credit.ground(traces, signals, base, mask, groups, rewards, group_relative=True, settings=table)
+    # no hit: the cut turn counts as a later search, A·(1 + 0.2·0.5·0.25) of a negative A
+    torch.testing.assert_close(result.advantages[1, :3], base[1, :3] * 1.025)
+    assert not result.advantages[2].any() and not mask[2].any()
 
 
 def test_trajectory_advantage_of_grpo_is_its_token_advantage_and_else_the_outcome():
@@ -151,7 +196,7 @@ def test_search_metrics_by_hand():
 
 
 ROLLOUTS = st.tuples(
-    st.lists(st.sampled_from(("hit", "miss", "failed", "bad")), max_size=4),
+    st.lists(st.sampled_from(("hit", "miss", "failed", "bad", "hit+miss", "miss+hit+failed+bad")), max_size=4),
     st.sampled_from((None, "Lima", "Quito")),
     st.sampled_from(("Lima", "yes")),
 ).filter(lambda rollout: rollout[0] or rollout[1])
@@ -208,13 +253,24 @@ def test_the_oracle_is_asked_where_a_type_hangs_on_it_and_decides_it():
     alone = trace_of("miss", answer="Lima")  # right without evidence, and so is nobody's hit
     others = [trace_of("hit", answer="Quito"), trace_of("miss", answer="Quito")]
     groups = torch.tensor([0, 0])
-    assert credit.oracle_queries([alone, others[1]]) == {"capital?": ("capital? Lima", ("Lima",))}
-    assert credit.oracle_queries([alone, others[0]]) == {}  # a hit: retrievable already
-    assert credit.oracle_queries([others[1]]) == {}  # wrong: type C
+    assert credit.oracle_queries([alone, others[1]], groups) == {0: ("capital? Lima", ("Lima",))}
+    assert credit.oracle_queries([alone, others[0]], groups) == {}  # a hit: retrievable already
+    assert credit.oracle_queries([others[1]], groups[:1]) == {}  # wrong: type C
+    # the same text in another group is another question: its hit says nothing about this one, nor the other way round
+    apart = torch.tensor([7, 3])
+    assert credit.oracle_queries([alone, others[0]], apart) == {7: ("capital? Lima", ("Lima",))}
+    other_gold = replace(alone, golden_answers=("Cusco",), answer="Cusco")
+    assert credit.oracle_queries([alone, other_gold], apart) == {
+        7: ("capital? Lima", ("Lima",)),
+        3: ("capital? Cusco", ("Cusco",)),
+    }
     for found, kind in ((True, RolloutType.D_RETRIEVABLE), (False, RolloutType.D_NOT_RETRIEVABLE)):
         hits = torch.tensor([found, found])
         types = credit.batch_signals([alone, others[1]], groups, oracle_hit=hits).types.tolist()
         assert types == [kind, RolloutType.C]
+        silent = torch.tensor([False, False])
+        unknown = credit.batch_signals([alone, others[1]], groups, oracle_hit=hits, oracle_known=silent).types.tolist()
+        assert unknown == [RolloutType.D_NOT_RETRIEVABLE, RolloutType.C]
 
 
 def test_entropy_by_segment():

@@ -120,6 +120,36 @@ def test_records_read_from_json_are_validated_too():
         SearchTrace.from_dict(record)
 
 
+def parallel(*spans):
+    """A trace of searches with (span, observation span) each."""
+    turns = tuple(replace(SEARCH, span=span, tag_spans=(), observation_span=seen) for span, seen in spans)
+    return SearchTrace("q", ("x",), turns, None, None, "max_turns", 16)
+
+
+def test_parallel_calls_of_one_turn_are_searches_with_their_observations_behind_them():
+    trace = parallel(((0, 4), (8, 10)), ((4, 8), (10, 12)))
+    assert [turn.observation_span for turn in trace.searches] == [(8, 10), (10, 12)]
+    assert SearchTrace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([((0, 4), (8, 10)), ((3, 8), (10, 12))], "span (3, 8) overlaps what came before position 4"),
+        ([((0, 4), (8, 10)), ((4, 9), (10, 12))], "span (8, 10) overlaps what came before position 9"),
+        ([((0, 4), (8, 11)), ((4, 8), (10, 12))], "span (10, 12) overlaps what came before position 11"),
+        ([((0, 4), (10, 12)), ((4, 8), (8, 10))], "span (8, 10) overlaps what came before position 12"),
+        ([((4, 8), (8, 10)), ((0, 4), (10, 12))], "span (0, 4) overlaps what came before position 8"),
+        ([((0, 4), (8, 10)), ((8, 10), (10, 12))], "span (8, 10) overlaps what came before position 10"),
+        ([((0, 4), (8, 10)), ((4, 8), (10, 17))], "turns reach token 17 of 16"),
+    ],
+)
+def test_parallel_calls_that_overlap_or_are_out_of_order_are_refused(spans, message):
+    with pytest.raises(ValueError, match="invalid search trace") as error:
+        parallel(*spans)
+    assert message in str(error.value)
+
+
 @st.composite
 def traces(draw):
     position, turns = 0, []

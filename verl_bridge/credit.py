@@ -36,6 +36,7 @@ def batch_signals(
     group_index: Tensor,
     *,
     oracle_hit: Tensor | None = None,
+    oracle_known: Tensor | None = None,
     unicode: bool = False,
 ) -> BatchSignals:
     """Sub-outcomes and types of a batch of rollouts.
@@ -44,6 +45,7 @@ def batch_signals(
         traces: one record a row.
         group_index: rows with one number share a prompt, ``(batch,)``.
         oracle_hit: what :func:`oracle_queries` found, ``(batch,)`` bool; None when the oracle is off.
+        oracle_known: whether they were answered, ``(batch,)`` bool; everywhere when None.
         unicode: match aliases in the Unicode-aware way.
     """
     signals = [rollout_signals(trace, unicode=unicode) for trace in traces]
@@ -52,25 +54,25 @@ def batch_signals(
         for name in ("hit", "correct", "answered", "yes_no")
     )
     first = torch.tensor([-1 if s.first_hit_turn is None else s.first_hit_turn for s in signals], dtype=torch.int64)
-    return BatchSignals(
-        hit, correct, yes_no, first, rollout_types(hit, correct, answered, group_index, oracle_hit=oracle_hit)
-    )
+    types = rollout_types(hit, correct, answered, group_index, oracle_hit=oracle_hit, oracle_known=oracle_known)
+    return BatchSignals(hit, correct, yes_no, first, types)
 
 
-def oracle_queries(traces: Sequence[SearchTrace], *, unicode: bool = False) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """What to ask for to learn whether evidence could have been found, by question: (question + gold, golds) [paper].
+def oracle_queries(
+    traces: Sequence[SearchTrace], group_index: Tensor, *, unicode: bool = False
+) -> dict[int, tuple[str, tuple[str, ...]]]:
+    """What to ask for to learn whether evidence could have been found, by group: (question + gold, golds) [paper].
 
-    Only for questions with a right answer without a hit and no hit in any rollout: elsewhere no type hangs on it.
+    Only for groups with a right answer without a hit and no hit in any rollout: elsewhere no type hangs on it.
     """
     hit, unsupported = set(), {}
-    for trace in traces:
+    for trace, group in zip(traces, group_index.tolist(), strict=True):
         signals = rollout_signals(trace, unicode=unicode)
         if signals.hit:
-            hit.add(trace.question)
+            hit.add(group)
         elif signals.correct:
-            query = f"{trace.question} {trace.golden_answers[0]}"
-            unsupported[trace.question] = (query, trace.golden_answers)
-    return {question: asked for question, asked in unsupported.items() if question not in hit}
+            unsupported[group] = (f"{trace.question} {trace.golden_answers[0]}", trace.golden_answers)
+    return {group: asked for group, asked in unsupported.items() if group not in hit}
 
 
 def ground(
@@ -120,7 +122,8 @@ def ground(
         group_index,
         rewards,
         group_relative=group_relative,
-        salience=None if salience is None else salience.to(advantages.dtype),
+        # a cap that the salience's type rounded up would be broken in a wider one
+        salience=None if salience is None else salience.to(advantages.dtype).clamp(max=settings.c_max),
         gated_rows=signals.yes_no if settings.yes_no == "gate" else None,
         routing=routing,
         rho=settings.rho,
@@ -161,12 +164,24 @@ def trajectory_advantages(
     return torch.where(says[groups.row_group], own, outcome)
 
 
-def teaches_by_reward(signals: BatchSignals, settings: GCAConfig) -> Tensor:
-    """Rollouts whose reward says something about retrieval, ``(batch,)`` bool: not those GCA takes out of the loss."""
-    if not settings.enable:
-        return torch.ones_like(signals.hit)
+def teaches_by_reward(
+    signals: BatchSignals, group_index: Tensor, rewards: Tensor, *, group_relative: bool, settings: GCAConfig
+) -> Tensor:
+    """Rollouts whose reward says something about retrieval, ``(batch,)`` bool: not those GCA takes out of the loss.
+
+    GCA takes none out of a gated group (yes/no golds, or equal rewards under a group-relative estimator), so all of
+    such a group teach [ours]. Arguments as for :func:`ground`.
+    """
     left = signals.types == RolloutType.D_NOT_RETRIEVABLE
-    return ~(left & ~signals.yes_no) if settings.yes_no == "gate" else ~left
+    if not settings.enable:
+        left = torch.zeros_like(left)
+    if settings.yes_no == "gate":
+        left = left & ~signals.yes_no
+    if group_relative:
+        groups = Groups.of(group_index)
+        flat = groups.zero_variance(rewards) & (groups.sizes > 1)
+        left = left & ~flat[groups.row_group]
+    return ~left
 
 
 def search_metrics(traces: Sequence[SearchTrace]) -> dict[str, float]:

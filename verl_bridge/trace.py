@@ -47,7 +47,7 @@ def _strings(value: Any, name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SearchTurn:
-    """One assistant turn and, for a search, what came back.
+    """One assistant turn, or one of its parallel tool calls, and, for a search, what came back.
 
     Args:
         kind: ``search`` (a well-formed query), ``answer`` (the final answer) or ``malformed`` (anything else).
@@ -108,7 +108,8 @@ class SearchTrace:
     Args:
         question: the question as asked.
         golden_answers: its gold answers (aliases of one another).
-        turns: the assistant turns in order.
+        turns: the assistant turns in order. Parallel tool calls of one assistant turn are a :class:`SearchTurn` each:
+            their spans follow one another without a gap, their observations come in the same order after all of them.
         answer: the final answer's text, None when the rollout gave none.
         answer_span: the tokens of the answer's text.
         stop_reason: ``answer``, ``max_turns`` (budget of turns), ``length`` (budget of tokens), ``no_action`` (the
@@ -129,13 +130,14 @@ class SearchTrace:
         _check(self.stop_reason in reasons, f"stop_reason {self.stop_reason!r} is not one of {reasons}")
         _check((self.answer is None) == (self.stop_reason != "answer"), f"answer with stop_reason {self.stop_reason!r}")
         _check((self.answer is None) == (self.answer_span is None), "answer and answer_span go together")
-        position = 0
-        for turn in self.turns:
-            _check(turn.span[0] >= position, f"turn {turn.span} overlaps what came before position {position}")
-            position = (turn.observation_span or turn.span)[1]
-        _check(
-            position <= self.response_length, f"turns reach token {position} of {self.response_length} response tokens"
-        )
+        sampled = [turn.span for turn in self.turns]
+        observed = [turn.observation_span for turn in self.turns if turn.observation_span is not None]
+        for spans in (sampled, observed, sorted(sampled + observed)):  # both in order, and neither over the other
+            end = 0
+            for span in spans:
+                _check(span[0] >= end, f"span {span} overlaps what came before position {end}")
+                end = span[1]
+        _check(end <= self.response_length, f"turns reach token {end} of {self.response_length} response tokens")
         last = self.turns[-1] if self.turns else None
         if self.answer is not None:
             _check(last is not None and last.kind == "answer", "an answer needs a last turn of kind 'answer'")

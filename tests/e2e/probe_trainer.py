@@ -36,7 +36,8 @@ def _register(v1: ModuleType) -> None:
         def _compute_advantage(self, batch, metrics):
             batch = super()._compute_advantage(batch, metrics)
             rollouts = read_rollouts(batch, [MARGIN, ENTROPY] if self._weighs_tokens else [])
-            data = tq.kv_batch_get(keys=rollouts.keys, partition_id=batch.partition_id, select_fields=["rm_scores"])
+            fields = ["rm_scores", "responses"]
+            data = tq.kv_batch_get(keys=rollouts.keys, partition_id=batch.partition_id, select_fields=fields)
             rewards = torch.nested.to_padded_tensor(data["rm_scores"], 0.0)
             plain, _ = core_algos.compute_grpo_outcome_advantage(
                 token_level_rewards=rewards,
@@ -78,6 +79,9 @@ def _register(v1: ModuleType) -> None:
                     max_token_len_per_gpu=4096,
                 ),
                 "prompt_ids": rollouts.prompt_ids[0],
+                "response_ids": data["responses"].unbind()[0].tolist(),
+                "response_mask": rollouts.response_mask[0].tolist(),
+                "columns": {name: rollouts.columns[name][0].tolist() for name in rollouts.columns},
                 "spans_fit": all(
                     rollouts.response_mask[i, t.span[0] : t.span[1]].all()
                     and (t.observation_span is None or not rollouts.response_mask[i, slice(*t.observation_span)].any())

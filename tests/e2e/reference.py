@@ -60,7 +60,13 @@ def reference_advantages(traces, base, response_mask, uids, rewards, variance_ga
             for index, turn in enumerate(trace.turns)
             if turn.status == "ok" and any(holds(turn.observation, gold) for gold in trace.golden_answers)
         ]
-        first_hit.append(hits[0] if hits else None)
+        first = hits[0] if hits else None
+        while first is not None and first + 1 < len(trace.turns):  # the calls of one assistant turn are one segment
+            call, after = trace.turns[first : first + 2]
+            if after.kind == "answer" or after.span[0] > call.span[1]:
+                break
+            first += 1
+        first_hit.append(first)
         answer = trace.answer
         right = answer is not None and any(normalised(answer) == normalised(gold) for gold in trace.golden_answers)
         correct.append(right)

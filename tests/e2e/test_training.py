@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from verl_bridge.algorithms.grounding import RolloutType, Segment
+from verl_bridge.algorithms.salience import token_statistics
 from verl_bridge.embedded import demo
 from verl_bridge.embedded.assets import embedded_assets
 from verl_bridge.trace import SearchTrace
@@ -104,6 +106,30 @@ def test_answer_likelihoods_agree_with_a_direct_pass(both):
         assert scored == pytest.approx(log_probs.gather(-1, torch.tensor(answer)[:, None]).sum().item(), abs=1e-4)
 
 
+def test_salience_columns_agree_with_a_direct_pass(both):
+    """What came through TransferQueue for one rollout at step 1, against the shipped policy's own logits."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(embedded_assets().policy, dtype=torch.float32)
+    record = both.steps[1]
+    prompt, response = record["prompt_ids"], torch.tensor(record["response_ids"])
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response.tolist()])).logits[0, len(prompt) - 1 : -1]
+    direct = token_statistics(logits, response)
+    sampled = torch.tensor(record["response_mask"])[: len(response)].bool()
+    for name, values in (("salience_margin", direct.margin), ("salience_entropy", direct.entropy)):
+        column = torch.tensor(record["columns"][name])[: len(response)]
+        torch.testing.assert_close(column[sampled], values[sampled], rtol=0, atol=1e-3)
+        # not so if a column were shifted by one
+        assert (column[sampled][1:] - values[sampled][:-1]).abs().max() > 0.1
+    assert sampled.sum() > 8
+
+
+def test_gca_takes_little_of_a_step(both):
+    spent, step = (sum(both.metrics[i][f"timing_s/{name}"] for i in (1, 2)) for name in ("gca", "step"))
+    assert 0 < spent <= 0.05 * step
+
+
 def test_rollout_and_actor_agree_on_log_probs(both):
     for data in (both.metrics[1], both.metrics[2]):
         assert data["training/rollout_probs_diff_max"] < 1e-4
@@ -112,9 +138,24 @@ def test_rollout_and_actor_agree_on_log_probs(both):
 def test_metrics_of_every_part_are_logged(both):
     data = both.metrics[2]
     for key in (
-        "gca/residual_mean",
+        *(f"grounding/type_share/{code.name}" for code in RolloutType),
         "grounding/tool_hit",
+        "grounding/supcor",
+        "grounding/grounded_share",
+        "grounding/hitacc",
+        "grounding/hit_but_wrong",
+        "grounding/groups_zero_variance_all_right",
+        "grounding/groups_zero_variance_all_wrong",
         "grounding/groups_singleton",
+        "grounding/delta",
+        "grounding/identity_advantage",
+        "grounding/identity_covariance",
+        "gca/conflict_cell_share",
+        "gca/residual_mean",
+        "gca/residual_at_bound_share",
+        "gca/groups_only_negative",
+        *(f"gca/token_share/{code.name}" for code in Segment),
+        *(f"gca/entropy/{code.name}" for code in Segment),
         "search/toolless_share",
         "search/failed_share",
         "bridge/loss",
@@ -127,6 +168,13 @@ def test_metrics_of_every_part_are_logged(both):
     ):
         assert key in data, key
     assert data["search/failed_share"] == 0
+    assert sum(data[f"grounding/type_share/{code.name}"] for code in RolloutType) == pytest.approx(1)
+    assert sum(data[f"gca/token_share/{code.name}"] for code in Segment) == pytest.approx(1)
+    for step in (1, 2):  # verl's own advantages, and the covariance of hits with rewards
+        advantage, covariance = (
+            both.metrics[step][f"grounding/identity_{side}"] for side in ("advantage", "covariance")
+        )
+        assert advantage == pytest.approx(covariance, abs=1e-4)
 
 
 def test_resuming_equals_the_uninterrupted_run(start, both):

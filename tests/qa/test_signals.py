@@ -134,3 +134,47 @@ def test_a_warning_when_nobody_searches():
     assert tool_use_warning([silent, searching]) is None
     assert tool_use_warning([silent, searching], limit=0.5) is not None
     assert tool_use_warning([]) is None
+
+
+def calls(*found, later=()):
+    """One assistant turn of parallel calls, then further turns of one call each: hit | miss | failed | malformed."""
+    turns, position = [], 4 * len(found)
+    for index, kind in enumerate(found):
+        turns.append(_call(kind, (4 * index, 4 * index + 4), position))
+        position = (turns[-1].observation_span or (0, position))[1]
+    for kind in later:
+        turns.append(_call(kind, (position, position + 4), position + 4))
+        position = turns[-1].observation_span[1]
+    return SearchTrace("q", ("Lima",), tuple(turns), None, None, "max_turns", position)
+
+
+def _call(kind, span, seen):
+    if kind == "malformed":
+        return SearchTurn("malformed", span, observation_span=(seen, seen + 2), observation="not a call")
+    if kind == "failed":
+        return SearchTurn("search", span, query="q", status="error")
+    observed = block(("x", "Lima" if kind == "hit" else "Quito"))
+    candidates = {"candidate_ids": ("d",), "candidate_scores": (1.0,), "shown": 1}
+    return SearchTurn(
+        "search", span, query="q", status="ok", **candidates, observation_span=(seen, seen + 2), observation=observed
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "later", "last"),
+    [
+        (("hit", "miss"), (), 1),
+        (("miss", "hit", "failed", "malformed"), ("hit",), 3),
+        (("miss", "hit"), ("hit",), 1),
+        (("miss", "miss"), ("hit", "hit"), 2),  # the first hit's turn is one call alone
+        (("hit",), ("miss",), 0),
+    ],
+)
+def test_the_first_hit_is_of_the_whole_assistant_turn_whose_calls_are_parallel(found, later, last):
+    assert rollout_signals(calls(*found, later=later)).first_hit_turn == last
+
+
+def test_an_answer_right_behind_a_hit_is_no_call_of_its_turn():
+    hit = _call("hit", (0, 4), 8)
+    trace = SearchTrace("q", ("Lima",), (hit, SearchTurn("answer", (4, 8))), "Lima", (5, 7), "answer", 10)
+    assert rollout_signals(trace).first_hit_turn == 0

@@ -104,17 +104,20 @@ def rollout_types(
     group_index: Tensor,
     *,
     oracle_hit: Tensor | None = None,
+    oracle_known: Tensor | None = None,
     row_mask: Tensor | None = None,
 ) -> Tensor:
     """Type of every rollout.
 
     Type D is retrievable when any rollout of its group has a hit, or the oracle query (question and gold answer) finds
-    an alias [paper]. Alone in its group, the oracle decides if there is one, else D is undetermined [ours].
+    an alias [paper]. Alone in its group, the oracle decides if there is one, else D is undetermined [ours]. An oracle
+    query that failed found neither something nor nothing: the group alone decides [ours].
 
     Args:
         hit, correct, answered: sub-outcomes, ``(batch,)`` bool.
         group_index: rows of one prompt share a number, ``(batch,)`` int64.
         oracle_hit: whether the oracle query retrieves an alias, ``(batch,)`` bool, None when it is off.
+        oracle_known: whether the oracle query was answered, ``(batch,)`` bool; everywhere when None.
         row_mask: False for padding rows, ``(batch,)`` bool; these do not speak for their group.
 
     Returns:
@@ -129,11 +132,11 @@ def rollout_types(
         raise ValueError(f"rollout {row} is correct but not answered: the sub-outcomes come from different rollouts")
     groups = Groups.of(group_index, row_mask)
     retrievable = groups.any(hit)[groups.row_group]
-    undetermined = torch.zeros_like(hit)
+    undetermined = groups.sizes[groups.row_group] < 2
     if oracle_hit is not None:
-        retrievable = retrievable | oracle_hit.bool()
-    else:
-        undetermined = groups.sizes[groups.row_group] < 2
+        known = torch.ones_like(hit) if oracle_known is None else oracle_known.bool()
+        retrievable = retrievable | (oracle_hit.bool() & known)
+        undetermined = undetermined & ~known
     types = torch.full(hit.shape, RolloutType.C, dtype=torch.int8, device=hit.device)
     unsupported = ~hit & correct
     for code, rows in (
@@ -199,8 +202,15 @@ def segment_map(turns: TurnTable, first_hit_turn: Tensor, response_mask: Tensor)
 
     Returns:
         :class:`Segment` codes, ``(batch, response)`` int8.
+
+    Raises:
+        ValueError: turns that overlap, or are not in order.
     """
     kinds = turns.kinds
+    apart = (turns.starts[:, 1:] >= turns.ends[:, :-1]) | (kinds[:, 1:] == TurnKind.PAD)
+    if not apart.all():
+        row, turn = (~apart).nonzero()[0].tolist()
+        raise ValueError(f"rollout {row}: turn {turn + 1} starts before turn {turn} ends; a token belongs to one turn")
     order = torch.arange(kinds.shape[1], device=kinds.device)
     useful = order <= first_hit_turn.unsqueeze(1)  # (batch, turns); no turn is <= -1
     codes = torch.zeros_like(kinds)
@@ -245,7 +255,8 @@ def grounding_metrics(
 
     ``delta`` is Pr[C|H=1] - Pr[C|H=0] averaged over the groups that hold both; ``identity_advantage`` the sum of the
     hit rollouts' advantages and ``identity_covariance`` n·Cov(H, R)/σ, both averaged over groups with reward variance:
-    equal by the identity of §1.10 (σ with n-1, as verl's GRPO) when rewards are what the advantages came from.
+    equal by the identity of §1.10 (σ with n-1, as verl's GRPO) when rewards are what the advantages came from, and
+    otherwise not: with a KL penalty in the reward, or advantages that were not divided by σ.
     A share whose denominator is empty is 0.
 
     Args:
@@ -276,7 +287,6 @@ def grounding_metrics(
     right_with_hit = groups.sum(hit & correct)
     gap = right_with_hit / hits.clamp(min=1) - (right - right_with_hit) / (size - hits).clamp(min=1)
     several = real & (groups.sizes > 1)
-    lost = groups.any(types == RolloutType.D_NOT_RETRIEVABLE) & varied
 
     def share(part: Tensor, whole: Tensor) -> Tensor:
         return part.to(torch.float64).sum() / whole.to(torch.float64).sum().clamp(min=1)
@@ -303,7 +313,6 @@ def grounding_metrics(
         "groups_zero_variance_share": share(several & flat, several),
         "groups_zero_variance_all_right": (several & flat & (right == groups.sizes)).sum(),
         "groups_zero_variance_all_wrong": (several & flat & (right == 0)).sum(),
-        "groups_only_negative": lost.sum(),
     }
     values = torch.stack([value.to(torch.float64) for value in metrics.values()]).tolist()  # one transfer
     return {f"grounding/{key}": value for key, value in zip(metrics, values, strict=True)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from verl_bridge.qa.actions import observed_text
 from verl_bridge.qa.answers import alias_hit, exact_match, is_yes_no
-from verl_bridge.trace import SearchTrace
+from verl_bridge.trace import SearchTrace, SearchTurn
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Signals:
 
     Args:
         hit: some observation that entered the context holds a gold alias.
-        first_hit_turn: index in ``trace.turns`` of the first such turn, None without a hit.
+        first_hit_turn: index in ``trace.turns`` of the first such turn, None without a hit. Of parallel tool calls in
+            one assistant turn it is the last, for a segment is the whole assistant turn [ours].
         correct: the final answer matches a gold alias exactly.
         answered: there is a final answer.
         yes_no: a gold is a bare yes or no, so ``hit`` says nothing.
@@ -39,7 +40,7 @@ def rollout_signals(trace: SearchTrace, *, unicode: bool = False) -> Signals:
     """
     first_hit_turn = next(
         (
-            index
+            _last_call(trace.turns, index)
             for index, turn in enumerate(trace.turns)
             if turn.shown and alias_hit(observed_text(turn.observation), trace.golden_answers, unicode=unicode)
         ),
@@ -52,6 +53,18 @@ def rollout_signals(trace: SearchTrace, *, unicode: bool = False) -> Signals:
         answered=trace.answer is not None,
         yes_no=is_yes_no(trace.golden_answers),
     )
+
+
+def _last_call(turns: Sequence[SearchTurn], index: int) -> int:
+    """The last call of the assistant turn that call ``index``, whose observation has text, belongs to [ours].
+
+    The next call starts where this one ends, so no observation lies between them: they were sampled together.
+    """
+    while index + 1 < len(turns) and turns[index + 1].span[0] == turns[index].span[1]:
+        if turns[index + 1].kind == "answer":
+            break
+        index += 1
+    return index
 
 
 def tool_use_warning(traces: Sequence[SearchTrace], limit: float = 0.9) -> str | None:

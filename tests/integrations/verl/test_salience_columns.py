@@ -91,6 +91,26 @@ def test_columns_are_the_statistics_of_scaled_logits(case, outputs, chunk, monke
     torch.testing.assert_close(result["log_probs"].values(), chosen, rtol=1e-5, atol=1e-5)  # verl's own, untouched
 
 
+@pytest.mark.parametrize("outputs", [outputs_without_padding, outputs_with_padding])
+def test_a_temperature_of_one_divides_nothing(case, outputs):
+    """verl marks it and leaves the logits as they are; so does the hook, whatever the temperatures beside it say."""
+    logits, ids, _ = case
+    ones = torch.ones(len(LENGTHS))
+    output, arguments, batch = outputs((logits, ids, ones))
+    from verl_bridge.integrations.verl.salience import ENTROPY, MARGIN
+
+    divided = engine().prepare_model_outputs(output, arguments, batch, None)
+    names = {"temperature_rmpad", "temperature"} & set(arguments)
+    marked = arguments | {"temperature_is_one": True} | {name: 2 * arguments[name] for name in names}
+    left = engine().prepare_model_outputs(output, marked, batch, None)
+    margin, entropy = expected(logits, ids, ones)
+    for result in (divided, left):
+        torch.testing.assert_close(result[MARGIN].values(), margin, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result[ENTROPY].values(), entropy, rtol=1e-5, atol=1e-5)
+    assert torch.equal(left[MARGIN].values(), divided[MARGIN].values())
+    torch.testing.assert_close(left["log_probs"].values(), divided["log_probs"].values())  # verl's own agrees
+
+
 def test_shards_of_a_sequence_are_gathered_as_log_probs_are(case):
     """Under Ulysses each rank holds a slice of the packed tokens; here one rank's slice, the other's is known."""
     from verl_bridge.integrations.verl.salience import ENTROPY, MARGIN

@@ -31,8 +31,9 @@ class SalienceFSDPEngine(FSDPEngineWithLMHead):
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
         offsets, labels = micro_batch["input_ids"].offsets(), output_args["input_ids_rmpad_rolled"]
+        unscaled = output_args.get("temperature_is_one", False)  # verl scales nothing then
         if tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
-            temperature = output_args["temperature_rmpad"]
+            temperature = None if unscaled else output_args["temperature_rmpad"]
             columns = salience_outputs(logits.squeeze(0), labels, micro_batch, temperature)
             # the shards of a sequence and what was padded to them, as verl treats its log_probs
             columns = {
@@ -42,7 +43,7 @@ class SalienceFSDPEngine(FSDPEngineWithLMHead):
             temperature = output_args["temperature"]
             rows = zip(logits, offsets.diff().tolist(), labels.split(offsets.diff().tolist()), temperature, strict=True)
             parts = [
-                salience_outputs(row[:length], label, micro_batch, scale.expand(length))
+                salience_outputs(row[:length], label, micro_batch, None if unscaled else scale.expand(length))
                 for row, length, label, scale in rows
             ]
             columns = {name: torch.cat([part[name] for part in parts]) for name in (MARGIN, ENTROPY)}

@@ -29,7 +29,7 @@ class RolloutBatch:
         advantages: what the base estimator gave  # (batch, response)
         rewards: outcome reward  # (batch,)
         group_index: the uid of each row as an integer  # (batch,)
-        columns: what else was asked for, by name  # (batch, response) each
+        columns: what else was asked for and is there, by name  # (batch, response) each
     """
 
     keys: list[str]
@@ -48,7 +48,8 @@ def read_rollouts(batch: KVBatchMeta, columns: Sequence[str] = ()) -> RolloutBat
 
     Args:
         batch: the step's batch.
-        columns: further per-token columns, over the response or, as an engine writes them, over the whole sequence.
+        columns: further per-token columns, over the response or, as an engine writes them, over the whole sequence;
+            those that nobody wrote (an engine without the hook) are left out.
 
     Raises:
         ValueError: a row carries no trace.
@@ -68,7 +69,7 @@ def read_rollouts(batch: KVBatchMeta, columns: Sequence[str] = ()) -> RolloutBat
         traces.append(SearchTrace.from_dict(record))
     uids = [str(uid) for uid in data.pop("uid").tolist()]
     mask = torch.nested.to_padded_tensor(data["response_mask"], 0)
-    read = {name: data[name] for name in columns}
+    read = {name: data[name] for name in columns if name in data.keys()}
     for name, values in read.items():
         if values.offsets()[-1] != data["response_mask"].offsets()[-1]:
             values = response_from_nested(values, data["response_mask"])

@@ -57,7 +57,11 @@ class SearchTrainerMixin:
             self.settings.retriever, seed=seed, updater=self._updater(seed) if self.settings.bridge.enable else None
         )
         self.retriever = self.retrieval.actor
-        super().__init__(config)
+        try:
+            super().__init__(config)
+        except BaseException:
+            self.retrieval.stop()  # fit, which ends the serving otherwise, is never reached
+            raise
         if os.environ.get("VERL_PLATFORM") == "cpu":
             # verl looks for finished rollouts every 2 s and has no key for it: far too long for a step of seconds.
             self.replay_buffer.poll_interval = 0.05
@@ -115,15 +119,27 @@ class SearchTrainerMixin:
         batch = super()._compute_advantage(batch, metrics)
         bypass = (self.config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False)
         columns = [*([] if bypass else ["entropy"]), *([MARGIN, ENTROPY] if self._weighs_tokens else [])]
-        rollouts = read_rollouts(batch, columns)
-        oracle = self._oracle_hits(rollouts) if self.settings.gca.oracle_query else None
-        signals = credit.batch_signals(
-            rollouts.traces, rollouts.group_index, oracle_hit=oracle, unicode=self._unicode_aliases
-        )
-        metrics.update(credit.search_metrics(rollouts.traces))
-        metrics.update(
-            grounding_metrics(signals.hit, signals.correct, signals.types, rollouts.group_index, rollouts.rewards)
-        )
+        with marked_timer("gca", self.timing_raw):  # with _ground below, all that GCA and its metrics take
+            rollouts = read_rollouts(batch, columns)
+            advantages = credit.trajectory_advantages(
+                self.base_estimator,
+                rollouts.advantages,
+                rollouts.response_mask,
+                rollouts.rewards,
+                rollouts.group_index,
+            )
+            signals = self._signals(rollouts)
+            metrics.update(credit.search_metrics(rollouts.traces))
+            metrics.update(
+                grounding_metrics(
+                    signals.hit,
+                    signals.correct,
+                    signals.types,
+                    rollouts.group_index,
+                    rollouts.rewards,
+                    outcome_advantages=advantages,
+                )
+            )
         if warning := tool_use_warning(rollouts.traces):
             logger.warning(warning)
         if metrics["search/failed_share"] == 1:
@@ -132,7 +148,7 @@ class SearchTrainerMixin:
                 "its errors are in the log of the agent loop workers"
             )
         if self.settings.bridge.enable and self.global_steps % self.settings.bridge.interval == 0:
-            metrics.update(self._update_retriever(rollouts, signals))
+            metrics.update(self._update_retriever(rollouts, signals, advantages))
         if self.settings.gca.enable:
             with marked_timer("gca", self.timing_raw):
                 metrics.update(self._ground(batch, rollouts, signals))
@@ -168,8 +184,13 @@ class SearchTrainerMixin:
 
     # ---- the methods ------------------------------------------------------------------------------------------
 
-    def _update_retriever(self, rollouts: RolloutBatch, signals: credit.BatchSignals) -> dict[str, float]:
-        """BRIDGE: score the gold under every candidate with the policy as it is now, then step the retriever."""
+    def _update_retriever(
+        self, rollouts: RolloutBatch, signals: credit.BatchSignals, advantages: torch.Tensor
+    ) -> dict[str, float]:
+        """BRIDGE: score the gold under every candidate with the policy as it is now, then step the retriever.
+
+        ``advantages`` ``(batch,)`` are the rollouts' :func:`~verl_bridge.credit.trajectory_advantages`.
+        """
         searches = [
             (row, index, turn)
             for row, trace in enumerate(rollouts.traces)
@@ -202,21 +223,21 @@ class SearchTrainerMixin:
         metrics = {f"bridge/plan/{name}": float(value) for name, value in plan.metrics.items()}
         if not plan.turn_keys:
             return metrics
-        advantages = credit.trajectory_advantages(
-            self.base_estimator,
-            rollouts.advantages,
-            rollouts.response_mask,
-            rollouts.rewards,
+        of_rows = advantages.tolist()
+        by_reward = credit.teaches_by_reward(
+            signals,
             rollouts.group_index,
+            rollouts.rewards,
+            group_relative=self.base_estimator in GROUP_RELATIVE,
+            settings=self.settings.gca,
         ).tolist()
-        by_reward = credit.teaches_by_reward(signals, self.settings.gca).tolist()
         candidates = {turn.key: turn.candidates for turn in turns}
         served = [rollouts.traces[row].turns[index] for row, index in plan.turn_keys]
         update = RetrieverBatch(
             queries=[turn.query for turn in served],
             candidate_ids=[turn.candidate_ids for turn in served],
             answer_log_likelihood=plan.gather(scored),
-            advantages=[advantages[row] for row, _ in plan.turn_keys],
+            advantages=[of_rows[row] for row, _ in plan.turn_keys],
             rl_mask=[by_reward[row] for row, _ in plan.turn_keys],
             adapter_version=[turn.adapter_version for turn in served],
             hits=[
@@ -232,15 +253,32 @@ class SearchTrainerMixin:
                 self.retrieval.publish()
         return metrics
 
-    def _oracle_hits(self, rollouts: RolloutBatch) -> torch.Tensor:
-        """Whether question and gold together find an alias, (batch,) bool; asked where a type hangs on it."""
-        asked = credit.oracle_queries(rollouts.traces, unicode=self._unicode_aliases)
+    def _signals(self, rollouts: RolloutBatch) -> credit.BatchSignals:
+        """Sub-outcomes and types of the batch, with the oracle's word where it is on."""
+        hit, known = self._oracle_hits(rollouts) if self.settings.gca.oracle_query else (None, None)
+        return credit.batch_signals(
+            rollouts.traces,
+            rollouts.group_index,
+            oracle_hit=hit,
+            oracle_known=known,
+            unicode=self._unicode_aliases,
+        )
+
+    def _oracle_hits(self, rollouts: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether question and gold together find an alias, and whether that was answered, (batch,) bool each.
+
+        Asked in one call for all groups where a type hangs on it; a search that failed has answered nothing.
+        """
+        asked = credit.oracle_queries(rollouts.traces, rollouts.group_index, unicode=self._unicode_aliases)
         found = self.retrieval.search([query for query, _ in asked.values()], self.settings.retriever.shown)
         hits = {
-            question: any(self._hit(d["title"], d["text"], golds) for d in answer["documents"])
-            for (question, (_, golds)), answer in zip(asked.items(), found, strict=True)
+            group: any(self._hit(d["title"], d["text"], golds) for d in answer["documents"])
+            for (group, (_, golds)), answer in zip(asked.items(), found, strict=True)
+            if answer["status"] == "ok"
         }
-        return torch.tensor([hits.get(trace.question, False) for trace in rollouts.traces], dtype=torch.bool)
+        groups = rollouts.group_index.tolist()
+        hit, known = [hits.get(group, False) for group in groups], [group in hits for group in groups]
+        return torch.tensor(hit, dtype=torch.bool), torch.tensor(known, dtype=torch.bool)
 
     def _ground(self, batch: KVBatchMeta, rollouts: RolloutBatch, signals: credit.BatchSignals) -> dict[str, float]:
         """GCA: replace the advantages of the batch by grounded ones."""
