@@ -20,6 +20,7 @@ COMMANDS = [
     "serve",
     "publish",
     "eval",
+    "bench estimators",
     "bench gca",
     "bench salience",
     "bench retrieval",

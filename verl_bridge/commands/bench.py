@@ -15,8 +15,13 @@ from verl_bridge.commands.options import add_command, positive
 def add(commands: Any) -> None:
     """Adds ``bench`` and its own commands to the parser."""
     bench = commands.add_parser("bench", help="measure a part of the package").add_subparsers(
-        required=True, metavar="gca|retrieval|salience"
+        required=True, metavar="estimators|gca|retrieval|salience"
     )
+    estimators = add_command(
+        bench, "estimators", _estimators, "BRIDGE's policy gradient and its rivals beside an exact hyper-gradient"
+    )
+    estimators.add_argument("--seeds", type=positive, default=16, help="problems that are averaged over")
+    estimators.add_argument("--plot", type=Path, metavar="OUT.svg", help="also draw cosine and error over gamma")
     gca = add_command(bench, "gca", _gca, "GCA's residual beside verl's grpo estimator, on one batch")
     gca.add_argument("--rollouts", type=positive, default=4096)
     gca.add_argument("--tokens", type=positive, default=4096, help="response tokens of a rollout")
@@ -39,6 +44,15 @@ def add(commands: Any) -> None:
     retrieval.add_argument("--peer", help="address of another server's /retrieve over the same corpus, measured too")
     retrieval.add_argument("--soak", type=int, default=0, help="further requests to watch the server's memory over")
     retrieval.add_argument("--work", type=Path, help="folder for corpus and index (default: the cache)")
+
+
+def _estimators(options: argparse.Namespace) -> int:
+    from verl_bridge.evaluation.bench_estimators import measure_estimators, plot
+
+    report = measure_estimators(seeds=options.seeds)
+    if options.plot:
+        plot(report, options.plot)
+    return _print(report, options.json)
 
 
 def _gca(options: argparse.Namespace) -> int:
