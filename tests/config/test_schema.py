@@ -111,7 +111,6 @@ def test_refusals_name_key_value_and_fix(settings, parts):
         ({"bridge": {"likelihood_context": "prefix"}}, "likelihood_context: question"),
         ({"bridge": {"estimator": "two_state"}}, "estimator: bridge"),
         ({"bridge": {"schedule": "joint"}}, "schedule: bridge"),
-        ({"retriever": {"query_input": "question_query"}}, "query_input: query"),
     ],
 )
 def test_what_is_not_built_is_refused_not_ignored(settings, use):

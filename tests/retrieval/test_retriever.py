@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from verl_bridge.retrieval.index import DocumentIndex
-from verl_bridge.retrieval.retriever import Retriever
+from verl_bridge.retrieval.retriever import Retriever, search_text
 
 
 @pytest.fixture
@@ -87,3 +87,9 @@ def test_queries_that_are_no_list_of_strings_are_refused(retriever, queries):
 def test_half_a_surrogate_pair_in_a_query_is_replaced(retriever):
     broken, clean = retriever.search(["money of Hollin \ud83d", "money of Hollin ?"])
     assert broken == clean and broken.ids[0] == "Hollin-money"
+
+
+def test_the_text_that_is_searched_for():
+    assert search_text("capital", "Where?", "query") == "capital"
+    assert search_text("capital", "Where?", "question_query") == "Where? capital"
+    assert search_text(" ", "Where?", "question_query") == " "  # still refused as empty

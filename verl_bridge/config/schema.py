@@ -192,7 +192,6 @@ class RetrieverConfig:
         "query",
         "What is encoded: query, or question_query (the question joined to the query) [ours].",
         choices=("query", "question_query"),
-        not_built={"question_query": "query"},
     )
     lora_rank: int = option(16, "Rank of the query adapter [paper].", low=1)
     url: str | None = option(

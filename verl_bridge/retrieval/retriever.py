@@ -48,6 +48,17 @@ class Retrieved:
         }
 
 
+def search_text(query: str, question: str, query_input: str) -> str:
+    """What is encoded for a search, the same in rollouts and in training.
+
+    Args:
+        query: the model's.
+        question: the rollout's.
+        query_input: ``query``, or ``question_query``: both, the question first [ours]. A blank query stays blank.
+    """
+    return f"{question} {query}" if query_input == "question_query" and query.strip() else query
+
+
 def check_call(queries: Sequence[str], top_k: int) -> list[str]:
     """The queries as text that a tokenizer can read: half of a surrogate pair becomes a question mark.
 

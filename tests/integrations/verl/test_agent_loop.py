@@ -313,3 +313,24 @@ def test_staleness_is_first_to_last_generation(monkeypatch):
 def test_a_question_without_gold_answers_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"has gold answers \[\]"):
         roll(monkeypatch, [ANSWER], golds=())
+
+
+@pytest.mark.parametrize(
+    ("query_input", "asked"), [("query", "capital"), ("question_query", "What is the capital of Peru? capital")]
+)
+def test_what_is_searched_for(monkeypatch, query_input, asked):
+    """The trace keeps the model's own query either way."""
+    seen = []
+
+    class Remembering(Retriever):
+        async def search(self, queries, top_k):
+            seen.extend(queries)
+            return await super().search(queries, top_k)
+
+    _, trace, *_ = roll(
+        monkeypatch,
+        ["<search>capital</search>", "<answer>Lima</answer>"],
+        retriever={"query_input": query_input},
+        source=lambda settings: Remembering(),
+    )
+    assert [turn.query for turn in trace.searches] == ["capital"] and seen == [asked]

@@ -162,6 +162,15 @@ def test_an_update_is_published_after_it_was_made_and_its_time_is_told(tmp_path)
     assert {"likelihood", "retriever_update", "publish_adapter"} == set(made.timing_raw)
 
 
+def test_the_learner_encodes_what_the_rollouts_searched_for(tmp_path):
+    made = Trainer(tmp_path)
+    made.settings = VerlBridgeConfig.from_mapping(
+        {"bridge": {"enable": True}, "retriever": {"query_input": "question_query"}}
+    )
+    update(made)
+    assert made.events[2][1].queries == ["? q"]
+
+
 def test_an_actor_alone_has_nothing_to_publish(tmp_path):
     made = Trainer(tmp_path, publishes=False)
     update(made)

@@ -32,6 +32,7 @@ from verl_bridge.qa.actions import (
 )
 from verl_bridge.qa.questions import gold_answers
 from verl_bridge.retrieval.corpus import Document
+from verl_bridge.retrieval.retriever import search_text
 from verl_bridge.trace import SearchTrace, SearchTurn, Span, StopReason
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class SearchAgentLoop(AgentLoopBase):
             last = turn == self.agent.max_turns - 1 or room < 1
             if action.kind == "search" and not last:
                 with simple_timer("tool_calls", metrics):
-                    record, text = await self._search(action.content)
+                    record, text = await self._search(action.content, _question(kwargs, messages))
             else:
                 record, text = ({"query": action.content} if action.kind == "search" else {}), CORRECTION
             observation_ids, observation = self._encode_observation(text)
@@ -169,10 +170,11 @@ class SearchAgentLoop(AgentLoopBase):
             extra_fields={**server_fields, "turn_scores": [], "tool_rewards": [], "search_trace": trace.to_dict()},
         )
 
-    async def _search(self, query: str) -> tuple[dict[str, Any], str]:
+    async def _search(self, query: str, question: str) -> tuple[dict[str, Any], str]:
         """Ask the retriever: the turn's retrieval fields and the observation's text."""
+        text = search_text(query, question, self.retriever.query_input)
         try:
-            (found,) = await search_source(self.retriever).search([query], self.retriever.top_k)
+            (found,) = await search_source(self.retriever).search([text], self.retriever.top_k)
             failure = found["error"]
         except Exception as error:  # verl would drop the prompt and train on; that all searches fail the trainer sees
             failure = repr(error)

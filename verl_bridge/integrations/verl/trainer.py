@@ -38,6 +38,7 @@ from verl_bridge.plugin import TRAINER
 from verl_bridge.qa.answers import alias_hit
 from verl_bridge.qa.signals import tool_use_warning
 from verl_bridge.retrieval.corpus import Document
+from verl_bridge.retrieval.retriever import search_text
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +235,10 @@ class SearchTrainerMixin:
         candidates = {turn.key: turn.candidates for turn in turns}
         served = [rollouts.traces[row].turns[index] for row, index in plan.turn_keys]
         update = RetrieverBatch(
-            queries=[turn.query for turn in served],
+            queries=[
+                search_text(turn.query, rollouts.traces[row].question, self.settings.retriever.query_input)
+                for (row, _), turn in zip(plan.turn_keys, served, strict=True)
+            ],
             candidate_ids=[turn.candidate_ids for turn in served],
             answer_log_likelihood=plan.gather(scored),
             advantages=[of_rows[row] for row, _ in plan.turn_keys],
