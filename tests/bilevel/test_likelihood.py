@@ -95,7 +95,7 @@ def test_the_plan_equals_scoring_everything_naively_in_any_order(raw, shuffler):
     for key, values in zip(plan.turn_keys, plan.gather(list(range(len(plan.sequences)))), strict=True):
         t = by_key[key]
         naive = [
-            (tuple(characters(read(t.prompt_ids) + document_context(d))), tuple(characters(f" {t.gold}")))
+            (tuple(characters(read(t.context_ids) + document_context(d))), tuple(characters(f" {t.gold}")))
             for d in t.candidates
         ]
         assert values == [score[sequence] for sequence in naive]
@@ -146,3 +146,24 @@ def test_documents_and_golds_are_tokenised_once():
     turns = [turn(i, f"Q{i % 3}", random.Random(i).sample([ROME, OSLO, BERN], 3)) for i in range(20)]
     plan_likelihoods(turns, tokenize)
     assert set(calls.values()) == {1} and len(calls) == 4
+
+
+def test_after_a_query_the_block_begins_as_an_observation_does():
+    trajectory = "Q: capital?\n<think>hm</think><search>Italy</search>"
+    plan = plan_likelihoods([turn("t", trajectory, [ROME, OSLO])], characters, after_query=True)
+    (context, answer), _ = plan.sequences
+    assert read(context) == trajectory + format_observation([ROME]) + "<answer>"
+    assert read(context).startswith(trajectory + "\n\n<information>") and read(answer) == " Rome"
+
+
+def test_a_trajectory_without_room_for_a_document_is_left_out_and_counted():
+    """The closing tags take 24 characters and the gold 5: a document's first character makes 30 after the context."""
+    assert len(END) == 24
+    for length, used in ((100 - 5 - 24, 0), (100 - 5 - 24 - 1, 1)):
+        turns = [turn("long", "x" * length, [ROME, OSLO]), turn("short", "x", [ROME])]
+        plan = plan_likelihoods(turns, characters, after_query=True, max_tokens=100)
+        assert len(plan.turn_keys) == used and plan.metrics["turns_single"] == 1
+        assert plan.metrics["turns_without_room"] == 1 - used
+        assert all(len(context) + len(answer) == 100 for context, answer in plan.sequences)
+    with pytest.raises(ValueError, match="max_tokens leaves 24 tokens"):
+        plan_likelihoods([turn("t", "x" * (100 - 5 - 24), [ROME, OSLO])], characters, max_tokens=100)

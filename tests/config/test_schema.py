@@ -108,7 +108,6 @@ def test_refusals_name_key_value_and_fix(settings, parts):
 @pytest.mark.parametrize(
     ("settings", "use"),
     [
-        ({"bridge": {"likelihood_context": "prefix"}}, "likelihood_context: question"),
         ({"bridge": {"estimator": "two_state"}}, "estimator: bridge"),
         ({"bridge": {"schedule": "joint"}}, "schedule: bridge"),
     ],

@@ -230,8 +230,9 @@ def test_other_base_estimators_and_gspo(start, estimator, loss):
 
 def test_ppo_with_a_critic_and_two_serving_replicas(start):
     policy = f"critic.model.path={embedded_assets().policy}"
-    served = "verl_bridge.retriever.replicas=2"
-    run = start("critic", "bridge_gca", 1, "algorithm.adv_estimator=gae", "critic.enable=true", policy, served)
+    served, context = "verl_bridge.retriever.replicas=2", "verl_bridge.bridge.likelihood_context=prefix"
+    run = start("critic", "bridge_gca", 1, "algorithm.adv_estimator=gae", "critic.enable=true", policy, served, context)
+    assert run.metrics[1]["bridge/plan/turns_used"] > 0 and run.metrics[1]["bridge/plan/turns_without_room"] == 0
     assert run.metrics[1]["timing_s/publish_adapter"] > 0
     record = run.steps[1]
     assert run.metrics[1]["critic/vf_loss"] > 0 and record["now_version"] == 1 and record["actor_receives_it"]

@@ -230,13 +230,13 @@ def test_what_cannot_be_published_changes_nothing(served, adapters):
     adapters.check(QUERIES[0], asyncio.run(served.search(QUERIES[:1]))[0])
 
 
-def test_a_failure_of_the_model_is_an_error_answer_until_the_next_version(served, adapters):
-    version = current(served) + 1
-    served.publish(adapters.make(version, scale=1e30), version)  # finite, but what it makes of a query is not
-    answers = asyncio.run(served.search(QUERIES[:2]))
-    assert [answer["status"] for answer in answers] == ["error", "error"]
-    assert "not finite; the query encoder diverged" in answers[0]["error"] and answers[0]["documents"] == []
-    served.publish(adapters.make(version + 1), version + 1)
+def test_an_adapter_that_would_break_every_search_is_refused_before_it_is_deployed(served, adapters):
+    old = current(served)
+    with pytest.raises(ValueError, match="not finite; use the one before it"):
+        served.publish(adapters.make(old + 1, scale=1e30), old + 1)  # finite, but what it makes of a query is not
+    adapters.check(QUERIES[0], asyncio.run(served.search(QUERIES[:1]))[0])
+    assert set(served.versions().values()) == {old}
+    served.publish(adapters.make(old + 1), old + 1)
     adapters.check(QUERIES[0], asyncio.run(served.search(QUERIES[:1]))[0])
 
 

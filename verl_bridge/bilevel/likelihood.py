@@ -1,9 +1,10 @@
 """BRIDGE's answer likelihoods: plan first, score once.
 
 ℓ_d, the policy's log-likelihood of the gold answer given document d (METHODS §2.3; exact context [ours]), is needed for
-every candidate of every retrieval turn. With the context ``question`` the same (question, document, answer) comes back
-across the rollouts of a group, so the plan lists each sequence once and remembers who needs it. No torch, no host: the
-caller scores ``plan.sequences`` with its policy and hands the sums to ``plan.gather``.
+every candidate of every retrieval turn. What precedes the document is the question's prompt, or the trajectory up to
+and including the query. With the question alone the same (question, document, answer) comes back across the rollouts of
+a group, so the plan lists each sequence once and remembers who needs it. No torch, no host: the caller scores the
+plan's sequences with its policy and hands the sums to ``plan.gather``.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ class RetrievalTurn:
 
     Args:
         key: whatever the caller finds the turn by, such as (row, turn).
-        prompt_ids: token ids of the question's prompt.
+        context_ids: token ids of what precedes the document: the question's prompt, or prompt and response up to and
+            including the query.
         candidates: the documents retrieved, empty when the retrieval failed.
         gold: the gold answer to score.
         failed: the retrieval ended in an error.
     """
 
     key: Hashable
-    prompt_ids: tuple[int, ...]
+    context_ids: tuple[int, ...]
     candidates: tuple[Document, ...]
     gold: str
     failed: bool = False
@@ -50,7 +52,8 @@ class LikelihoodPlan:
         index: per turn and candidate the position in ``sequences``, in the order of ``turn_keys``.
         metrics: ``turns``, ``turns_used``, ``turns_failed``, ``turns_single`` (fewer than two candidates),
             ``turn_share`` (used of the eligible), ``sequences``, ``sequences_saved``, ``tokens``, ``tokens_saved``,
-            ``sequences_cut`` (documents shortened to ``max_tokens``).
+            ``sequences_cut`` (documents shortened to ``max_tokens``), ``turns_without_room`` (trajectories that leave
+            no room for a document).
     """
 
     turn_keys: tuple[Hashable, ...]
@@ -69,20 +72,27 @@ class LikelihoodPlan:
         return [[float(log_likelihoods[i]) for i in row] for row in self.index]
 
 
-def document_context(document: Document) -> str:
-    """The text between prompt and answer: one information block with the document alone, then the opened answer."""
-    return format_observation([document]).removeprefix("\n\n") + "<answer>"
+def document_context(document: Document, after_query: bool = False) -> str:
+    """The text between context and answer: one information block with the document alone, then the opened answer.
+
+    Args:
+        document: the document.
+        after_query: the context ends with a query; the block then begins as an observation does in a rollout.
+    """
+    text = format_observation([document]) + "<answer>"
+    return text if after_query else text.removeprefix("\n\n")
 
 
 def plan_likelihoods(
     turns: Sequence[RetrievalTurn],
     tokenize: Tokenizer,
     *,
+    after_query: bool = False,
     max_turns: int | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
 ) -> LikelihoodPlan:
-    """Unique sequences ``prompt <information>d</information> <answer> y*`` for all candidates of all turns.
+    """Unique sequences ``context <information>d</information> <answer> y*`` for all candidates of all turns.
 
     Turns without at least two candidates say nothing about ranking and are left out. With ``max_turns`` a uniform
     sample without replacement stands for the rest: means over turns stay unbiased.
@@ -90,6 +100,8 @@ def plan_likelihoods(
     Args:
         turns: the retrieval turns of a batch.
         tokenize: the policy's tokenizer.
+        after_query: the contexts are trajectories that end with the query. One that leaves no room for a document is
+            left out; with a prompt that is an error.
         max_turns: most turns to use, None for all.
         max_tokens: longest sequence; a longer document loses its tail, the closing tags stay.
         seed: of the sample; pass the step so that batches differ.
@@ -101,6 +113,11 @@ def plan_likelihoods(
         raise ValueError(f"max_turns is {max_turns}; use at least 1 turn or None for all")
     failed = sum(turn.failed for turn in turns)
     eligible = [turn for turn in turns if not turn.failed and len(turn.candidates) >= 2]
+    without_room = 0
+    if after_query and max_tokens is not None:
+        tail = len(tokenize(_BLOCK_END))
+        fitting = [t for t in eligible if max_tokens - len(t.context_ids) - len(tokenize(f" {t.gold}")) > tail]
+        without_room, eligible = len(eligible) - len(fitting), fitting
     used = eligible
     if max_turns is not None and max_turns < len(eligible):
         used = [eligible[i] for i in sorted(random.Random(seed).sample(range(len(eligible)), max_turns))]
@@ -118,14 +135,14 @@ def plan_likelihoods(
                 raise ValueError(f"turn {turn.key}: the gold answer {turn.gold!r} has no tokens; give a non-empty gold")
         row = []
         for document in turn.candidates:
-            key = (turn.prompt_ids, document, turn.gold)
+            key = (turn.context_ids, document, turn.gold)
             if key not in positions:
                 if document not in blocks:
-                    blocks[document] = tuple(tokenize(document_context(document)))
+                    blocks[document] = tuple(tokenize(document_context(document, after_query)))
                 answer = answers[turn.gold]
-                room = None if max_tokens is None else max_tokens - len(turn.prompt_ids) - len(answer)
-                block = _fit(blocks[document], document, room, tokenize)
-                sequence = (turn.prompt_ids + block, answer)
+                room = None if max_tokens is None else max_tokens - len(turn.context_ids) - len(answer)
+                block = _fit(blocks[document], document, after_query, room, tokenize)
+                sequence = (turn.context_ids + block, answer)
                 positions[key] = by_content.setdefault(sequence, len(by_content))
                 if block is not blocks[document]:
                     cut_contexts.add(positions[key])
@@ -140,7 +157,8 @@ def plan_likelihoods(
         "turns": len(turns),
         "turns_used": len(used),
         "turns_failed": failed,
-        "turns_single": len(turns) - failed - len(eligible),
+        "turns_single": len(turns) - failed - without_room - len(eligible),
+        "turns_without_room": without_room,
         "turn_share": len(used) / len(eligible) if eligible else 0.0,
         "sequences": len(sequences),
         "sequences_saved": needed - len(sequences),
@@ -151,12 +169,14 @@ def plan_likelihoods(
     return LikelihoodPlan(tuple(turn.key for turn in used), sequences, tuple(index), metrics)
 
 
-def _fit(block: tuple[int, ...], document: Document, room: int | None, tokenize: Tokenizer) -> tuple[int, ...]:
+def _fit(
+    block: tuple[int, ...], document: Document, after_query: bool, room: int | None, tokenize: Tokenizer
+) -> tuple[int, ...]:
     """The block itself, or the head of its document and the closing tags in ``room`` tokens."""
     if room is None or len(block) <= room:
         return block
     tail = tuple(tokenize(_BLOCK_END))
-    head = tuple(tokenize(document_context(document).removesuffix(_BLOCK_END)))
+    head = tuple(tokenize(document_context(document, after_query).removesuffix(_BLOCK_END)))
     if room <= len(tail):
         raise ValueError(f"max_tokens leaves {room} tokens for document {document.id!r}; raise it above the prompt's")
     return head[: room - len(tail)] + tail

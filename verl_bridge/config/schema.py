@@ -111,7 +111,6 @@ class BridgeConfig:
         "question",
         "What precedes the document when the gold is scored: question, or prefix (the trajectory so far) [ours].",
         choices=("question", "prefix"),
-        not_built={"prefix": "question"},
     )
     credit_weights: str = option(
         "likelihood",

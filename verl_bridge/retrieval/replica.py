@@ -112,10 +112,10 @@ def _search(retriever: Retriever, calls: list[Call], max_batch: int) -> list[lis
 
 
 def _try(retriever: Retriever, adapter: bytes) -> None:
-    encoder = retriever.encoder.queries
-    state, version = encoder.adapter_state(), encoder.adapter_version
-    encoder.load_adapter(adapter, version)
-    encoder.set_adapter_state(state, version)
+    queries = retriever.encoder.queries
+    state, version = queries.adapter_state(), queries.adapter_version
+    retriever.load_adapter(adapter, version)  # as it will be served: a query is tried too
+    queries.set_adapter_state(state, version)
 
 
 class Keeper:

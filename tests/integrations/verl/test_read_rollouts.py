@@ -37,6 +37,7 @@ def stored(**more):
         "uid": NonTensorStack("u", "u"),
         "extra_fields": NonTensorStack(*traces),
         "prompts": jagged([1, 2], [3]),
+        "responses": jagged([4, 5, 6], [7, 8, 9, 10, 11]),
         "response_mask": jagged([1, 1, 0], [1, 0, 1, 1, 1]),
         "advantages": jagged([0.5] * 3, [-0.5] * 5),
         "rm_scores": jagged([0.0, 0.0, 1.0], [0.0] * 5),
@@ -71,7 +72,8 @@ def test_columns_are_cut_to_the_response_whatever_they_run_over(read):
     assert batch.columns["entropy"].tolist() == [[7, 7, 7, 0, 0], [8] * 5]
     assert batch.response_mask.tolist() == [[1, 1, 0, 0, 0], [1, 0, 1, 1, 1]]
     assert batch.rewards.tolist() == [1, 0] and batch.group_index.tolist() == [0, 0]
-    assert batch.prompt_ids == [[1, 2], [3]] and batch.traces == [trace(3), trace(5)]
+    assert batch.prompt_ids == [[1, 2], [3]] and batch.response_ids == [[4, 5, 6], [7, 8, 9, 10, 11]]
+    assert batch.traces == [trace(3), trace(5)]
 
 
 def test_an_engine_without_the_hook_ends_in_a_refusal_that_names_the_way_out(read):

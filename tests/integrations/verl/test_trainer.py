@@ -130,6 +130,7 @@ def rollouts():
         uids=["u", "u"],
         traces=traces,
         prompt_ids=[[1], [1]],
+        response_ids=[[11, 12, 13, 14], [21, 22, 23, 24]],
         response_mask=torch.ones(2, 4),
         advantages=torch.tensor([[0.7] * 4, [-0.7] * 4]),
         rewards=torch.tensor([1.0, 0.0]),
@@ -160,6 +161,24 @@ def test_an_update_is_published_after_it_was_made_and_its_time_is_told(tmp_path)
     assert batch.advantages == [pytest.approx(0.7)] and batch.rl_mask == [True]
     assert made.events[3] == ("publish", False)
     assert {"likelihood", "retriever_update", "publish_adapter"} == set(made.timing_raw)
+
+
+@pytest.mark.parametrize(("context", "ids"), [("question", (1,)), ("prefix", (1, 11, 12, 13, 14))])
+def test_what_precedes_the_document(tmp_path, monkeypatch, context, ids):
+    """The question's prompt, or the trajectory up to and including the query: the first turn's span is 0 to 4."""
+    planned = []
+    plan = trainer.plan_likelihoods
+
+    def remember(turns, *args, **kwargs):
+        planned.append((turns, kwargs["after_query"]))
+        return plan(turns, *args, **kwargs)
+
+    monkeypatch.setattr(trainer, "plan_likelihoods", remember)
+    made = Trainer(tmp_path)
+    made.settings = VerlBridgeConfig.from_mapping({"bridge": {"enable": True, "likelihood_context": context}})
+    update(made)
+    ((turns, after_query),) = planned
+    assert turns[0].context_ids == ids and after_query is (context == "prefix")
 
 
 def test_the_learner_encodes_what_the_rollouts_searched_for(tmp_path):

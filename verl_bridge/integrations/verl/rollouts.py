@@ -24,7 +24,7 @@ class RolloutBatch:
         keys: their TransferQueue keys.
         uids: the prompt group of each row.
         traces: the record of each row.
-        prompt_ids: the prompt's tokens of each row.
+        prompt_ids, response_ids: the tokens of each row.
         response_mask: 1 on sampled tokens  # (batch, response)
         advantages: what the base estimator gave  # (batch, response)
         rewards: outcome reward  # (batch,)
@@ -36,6 +36,7 @@ class RolloutBatch:
     uids: list[str]
     traces: list[SearchTrace]
     prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
     response_mask: torch.Tensor
     advantages: torch.Tensor
     rewards: torch.Tensor
@@ -55,7 +56,7 @@ def read_rollouts(batch: KVBatchMeta, columns: Sequence[str] = ()) -> RolloutBat
         ValueError: a row carries no trace.
     """
     keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-    fields = ["uid", "extra_fields", "prompts", "response_mask", "advantages", "rm_scores", *columns]
+    fields = ["uid", "extra_fields", "prompts", "responses", "response_mask", "advantages", "rm_scores", *columns]
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
     traces = []
     for extra in data.pop("extra_fields").tolist():
@@ -79,6 +80,7 @@ def read_rollouts(batch: KVBatchMeta, columns: Sequence[str] = ()) -> RolloutBat
         uids=uids,
         traces=traces,
         prompt_ids=[row.tolist() for row in data["prompts"].unbind()],
+        response_ids=[row.tolist() for row in data["responses"].unbind()],
         response_mask=mask,
         advantages=torch.nested.to_padded_tensor(data["advantages"], 0.0),
         rewards=torch.nested.to_padded_tensor(data["rm_scores"], 0.0).sum(-1),

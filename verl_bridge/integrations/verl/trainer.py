@@ -200,10 +200,14 @@ class SearchTrainerMixin:
         ]
         ids = list(dict.fromkeys(document for _, _, turn in searches for document in turn.candidate_ids))
         documents = dict(zip(ids, (Document(**d) for d in ray.get(self.retriever.documents.remote(ids))), strict=True))
+        prefix = self.settings.bridge.likelihood_context == "prefix"
         turns = [
             RetrievalTurn(
                 key=(row, index),
-                prompt_ids=tuple(rollouts.prompt_ids[row]),
+                context_ids=(
+                    *rollouts.prompt_ids[row],
+                    *(rollouts.response_ids[row][: turn.span[1]] if prefix else ()),
+                ),
                 candidates=tuple(documents[document] for document in turn.candidate_ids),
                 gold=rollouts.traces[row].golden_answers[0],
                 failed=turn.status == "error",
@@ -214,7 +218,7 @@ class SearchTrainerMixin:
         budget = self.settings.bridge.token_budget or rollout.log_prob_max_token_len_per_gpu
         with marked_timer("likelihood", self.timing_raw):
             tokenize = partial(encode_text, self.tokenizer)
-            plan = plan_likelihoods(turns, tokenize, max_tokens=budget, seed=self.global_steps)
+            plan = plan_likelihoods(turns, tokenize, after_query=prefix, max_tokens=budget, seed=self.global_steps)
             scored = score_answers(
                 self.actor_rollout_wg,
                 plan.sequences,
