@@ -52,6 +52,7 @@ def test_the_whole_benchmark_small(tmp_path, capsys):
     assert (swap["failed"], swap["mixed"], swap["stale"]) == (0, 0, 0)
     assert swap["answers_that_tell_versions_apart"] > 0.2 and swap["slowest_first_answer_s"] < 10
     assert report["soak"]["failed"] == 0 and report["soak"]["mb_before"] > 50
+    assert report["soak"]["rss_mb_before"] > report["soak"]["mb_before"]  # mapped files count there
     for key in ("requests_per_second", "p95_ms", "encoder_limit", "search_limit", "faiss_flat_limit"):
         assert report[key] > 0
     again = json.loads((tmp_path / "index-cities-300" / "manifest.json").read_text())

@@ -325,7 +325,7 @@ def _soak(url: str, pid: int, bodies: Sequence[bytes], clients: int, requests: i
         return (memory.rss - memory.shared) / 2**20  # without the pages of mapped index files
 
     failed = drive(f"{url}/retrieve", bodies, requests=requests // 10, clients=clients).failed
-    before = own_memory()
+    before, all_before = own_memory(), process.memory_info().rss / 2**20
     load = drive(f"{url}/retrieve", bodies, requests=requests, clients=clients)
     after = own_memory()
     return {
@@ -334,6 +334,7 @@ def _soak(url: str, pid: int, bodies: Sequence[bytes], clients: int, requests: i
         "requests_per_second": load.summary()["requests_per_second"],
         "mb_before": before,
         "mb_after": after,
-        "rss_mb": process.memory_info().rss / 2**20,
+        "rss_mb_before": all_before,
+        "rss_mb_after": process.memory_info().rss / 2**20,
         "growth": after / before - 1,
     }
