@@ -53,6 +53,7 @@ setup(
     package_data={
         "verl_bridge.config": ["*.txt", "verl_bridge/*.yaml", "verl_bridge_host/*.yaml"],
         "verl_bridge": ["embedded/policy/*", "algorithms/README.md", "retrieval/README.md"],
+        "verl_bridge.integrations.verl_tool": ["agent_loop.yaml", "README.md"],
     },
     # Light on purpose: the package can join an environment that already trains with verl without moving its versions.
     install_requires=["numpy", "wrapt>=1.15"],

@@ -1,6 +1,5 @@
 """The command line: exit codes, one-line errors, JSON last; the work itself is tested where it is done."""
 
-import gzip
 import json
 import sys
 import types
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_bridge import __version__, cli
+from verl_bridge.commands import train
 
 COMMANDS = [
     "doctor",
@@ -20,6 +20,7 @@ COMMANDS = [
     "serve",
     "publish",
     "eval",
+    "bench bridge",
     "bench estimators",
     "bench gca",
     "bench salience",
@@ -102,7 +103,7 @@ def test_demo_refuses_half_of_your_own_files(capsys):
 
 def test_train_hands_hydra_its_arguments_and_verl_our_plugin(monkeypatch):
     calls = []
-    monkeypatch.setattr(cli.subprocess, "call", lambda command, env: calls.append((command, env)) or 3)
+    monkeypatch.setattr(train.subprocess, "call", lambda command, env: calls.append((command, env)) or 3)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
     overrides = ["+verl_bridge=gca", "--cfg", "job", "~trainer.logger", "--config-name", "x", "--help"]
     assert cli.main(["train", *overrides]) == 3
@@ -111,11 +112,21 @@ def test_train_hands_hydra_its_arguments_and_verl_our_plugin(monkeypatch):
     assert env["VERL_USE_EXTERNAL_MODULES"] == "mine,verl_bridge.plugin"
 
 
-@pytest.mark.parametrize(("override", "platform"), [("+verl_bridge_host=cpu", "cpu"), ("data.seed=1", None)])
+def test_a_dry_run_is_a_program_of_ours_and_verl_never_sees_the_option(monkeypatch):
+    calls = []
+    monkeypatch.setattr(train.subprocess, "call", lambda command, env: calls.append(command) or 1)
+    assert cli.main(["train", "+verl_bridge=gca", "--dry-run", "data.seed=1"]) == 1
+    assert calls[0][1:] == ["-m", "verl_bridge.integrations.verl.dry_run", "+verl_bridge=gca", "data.seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("override", "platform"),
+    [("+verl_bridge_host=cpu", "cpu"), ("+verl_bridge_host=cpu_separate_async", "cpu"), ("data.seed=1", None)],
+)
 def test_train_sets_the_cpu_platform_when_the_host_is_asked_for(monkeypatch, override, platform):
     seen = []
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    monkeypatch.setattr(cli.subprocess, "call", lambda command, env: seen.append(env) or 0)
+    monkeypatch.setattr(train.subprocess, "call", lambda command, env: seen.append(env) or 0)
     assert cli.main(["train", "+verl_bridge=gca", override]) == 0
     assert seen[0].get("VERL_PLATFORM") == platform
 
@@ -126,94 +137,12 @@ def test_debug_shows_the_traceback(monkeypatch):
         cli.main(["data", "check", "nowhere.jsonl"])
 
 
-@pytest.fixture
-def questions(tmp_path):
-    def write(*rows, name="q.jsonl"):
-        file = tmp_path / name
-        with gzip.open(file, "wt") if name.endswith(".gz") else file.open("w") as out:
-            out.writelines(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
-        return str(file)
-
-    return write
-
-
-GOOD = {"id": "1", "question": "Capital of Peru?", "golden_answers": ["Lima", "Ciudad de los Reyes"]}
-
-
-@pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz"])
-def test_data_check_counts(questions, capsys, name):
-    verl_row = {
-        "prompt": [{"role": "user", "content": "Is Peru in Asia?"}],
-        "reward_model": {"ground_truth": {"target": ["no"]}},
-    }
-    file = questions(GOOD, GOOD, {**GOOD, "question": "Which letter?", "golden_answers": "A"}, verl_row, name=name)
-    assert cli.main(["data", "check", file, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "questions": 4, "aliases": 6, "yes_no": 1, "unmatchable": 1, "repeated": 1,
-    }  # fmt: skip
-
-
-def test_data_check_reads_verls_parquet(tmp_path, capsys):
-    import pyarrow
-    import pyarrow.parquet
-
-    row = {
-        "prompt": [{"role": "user", "content": "Q"}],
-        "reward_model": {"style": "rule", "ground_truth": {"target": ["Lima"]}},
-        "extra_info": {"index": 0},
-    }
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "q.parquet")
-    assert cli.main(["data", "check", str(tmp_path / "q.parquet"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["questions"] == 1
-
-
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([GOOD, {"question": "Q?"}], "line 2 has gold answers None"),
-        ([{**GOOD, "golden_answers": []}], "line 1 has gold answers []"),
-        ([{**GOOD, "golden_answers": ["Lima", " "]}], "line 1 has gold answers ['Lima', ' ']"),
-        ([{**GOOD, "question": "  "}], "line 1 has no question"),
-        ([GOOD, "{broken\n"], "line 2 is not JSON"),
-        ([GOOD, "[1]\n"], "line 2 is not an object"),
-        ([GOOD, "[" * 200_000], "line 2 is not JSON"),
-        ([GOOD, "\n", {**GOOD, "question": "half \ud83d"}], "line 3 is not valid Unicode"),
-        ([{**GOOD, "question": None, "prompt": "Lima?"}], "line 1 has no question"),
-        ([{**GOOD, "golden_answers": None, "reward_model": ["Lima"]}], "line 1 has gold answers None"),
-        ([], "is empty"),
-    ],
-)
-def test_data_check_names_row_and_fix(questions, capsys, rows, says):
-    assert says in failing(capsys, "data", "check", questions(*rows))
-
-
 def test_missing_files_are_named(capsys, tmp_path):
     nowhere = str(tmp_path / "nowhere")
     assert nowhere in failing(capsys, "data", "check", nowhere)
     assert nowhere in failing(capsys, "index", "check", "--corpus", nowhere, "--index", nowhere)
     assert nowhere in failing(capsys, "index", "build", "--corpus", nowhere, "--encoder", nowhere, "--out", nowhere)
     assert not Path(nowhere).exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("q.jsonl", b'{"question": "Caf\xe9"}\n', "q.jsonl line 1 is not UTF-8"),
-        ("q.jsonl.gz", b"no gzip", "q.jsonl.gz line 1: no complete gzip file"),
-        ("q.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 99)[:-20], "q.jsonl.gz line 1: no complete gzip file"),
-        ("q.jsonl.gz", gzip.compress(b"")[:4] + b"\xff" * 60, "q.jsonl.gz line 1: no complete gzip file"),
-        ("q.parquet", b"PAR1 no parquet", "q.parquet row 1: no readable parquet"),
-    ],
-)
-def test_data_check_of_a_damaged_file(tmp_path, capsys, name, content, says):
-    (tmp_path / name).write_bytes(content)
-    assert says in failing(capsys, "data", "check", str(tmp_path / name))
-
-
-def test_data_check_accepts_a_byte_order_mark(tmp_path, capsys):
-    (tmp_path / "q.jsonl").write_text(json.dumps(GOOD) + "\n", encoding="utf-8-sig")
-    assert cli.main(["data", "check", str(tmp_path / "q.jsonl"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["questions"] == 1
 
 
 def test_an_unforeseen_error_is_one_line_with_its_type_and_exit_code_2(demo, capsys, monkeypatch):

@@ -2,11 +2,15 @@
 
 import json
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from verl_bridge import cli, doctor
+from verl_bridge import cli, doctor, plugin
+from verl_bridge.config import versions
 from verl_bridge.doctor import Finding, Report
+from verl_bridge.integrations import verl_tool
 
 
 def by_name(findings) -> dict[str, Finding]:
@@ -29,6 +33,39 @@ def test_pins_agree_with_the_constraints():
     assert len(pinned) > 12
     for name, version in pinned.items():
         assert tested[name.split("[")[0].lower()] == version, name
+
+
+def test_supported_versions_are_one_story():
+    """The table, the plugin's own check, the requirements of verl and TransferQueue, and what is installed here."""
+    rows = {row.name: row for row in versions.supported()}
+    assert rows["verl"].allows(f"{plugin.SUPPORTED_VERL}.7") and not rows["verl"].allows("0.10.0")
+    assert all(row.allows(row.tested) for row in rows.values() if row.works)
+    assert rows["verl-tool"].tested == verl_tool.COMMIT
+    for host in ("verl", "TransferQueue"):
+        for line in map(Requirement, metadata.requires(host)):
+            row = rows.get(line.name)
+            if line.marker is None and row is not None and line.specifier:
+                mine = {"2.41.0", "5.5.3", "5.6.0", "5.10.9", "5.11", "0.8.0", "0.9.0", "0.10.0", "0.10.1", row.tested}
+                assert all(line.specifier.contains(each) for each in mine if row.allows(each)), (host, row)
+
+
+def test_the_readme_shows_the_table():
+    assert versions.markdown() in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_reads_well():
+    lines = versions.markdown().splitlines()
+    assert lines[3] == "| verl | 0.9.x | 0.9.1 | this package hooks into it |"
+    assert "| transformers | >=5.5.3, !=5.6.0, <5.11 | 5.9.0 | verl |" in lines
+    assert len(lines) == 2 + len(versions.supported())
+
+
+def test_vllm_is_reported_where_it_is(monkeypatch):
+    real = metadata.version
+    assert "vllm" not in by_name(doctor._packages())
+    for version, status in (("0.28.0+cpu", "ok"), ("0.24.0", "note")):
+        monkeypatch.setattr(doctor.metadata, "version", lambda name, v=version: v if name == "vllm" else real(name))
+        assert by_name(doctor._packages())["vllm"].status == status
 
 
 def test_this_environment_is_registered(monkeypatch):
@@ -80,6 +117,8 @@ def test_stale_metadata(monkeypatch):
     [
         ({"verl": "0.10.0"}, "verl", "problem", "0.9.x"),
         ({"verl": "0.9.2"}, "verl", "note", "tested: 0.9.1"),
+        ({"transformers": "5.11.0"}, "transformers", "problem", "works with transformers >=5.5.3, !=5.6.0, <5.11"),
+        ({"transformers": "5.10.2"}, "transformers", "note", "tested: 5.9.0"),
         ({"torch": "2.13.0+cu130"}, "torch", "ok", "+cu130"),
         ({"torch": "2.11.0"}, "torch", "note", "tested: 2.13.0"),
         ({"peft": None}, "peft", "problem", "missing"),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from verl_bridge import __version__
-from verl_bridge.commands import bench, eval, index, serve
+from verl_bridge.commands import bench, data, eval, export, index, serve, train
 from verl_bridge.commands.options import add_command, positive
 from verl_bridge.config.schema import ARMS
 
@@ -22,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     A bad input is one line on stderr; ``VERL_BRIDGE_DEBUG=1`` shows the traceback.
     """
     options, rest = _parser().parse_known_args(argv)
-    if rest and options.run is not _train:
+    if rest and options.run is not train.run:
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
     options.overrides = rest
     try:
@@ -65,23 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--corpus", type=Path, help="your own corpus, JSONL or JSONL.gz")
     demo.add_argument("--questions", type=Path, help="your own questions, JSONL, JSONL.gz or parquet")
 
-    train = commands.add_parser(
-        "train",
-        help="run verl's trainer with Hydra overrides, e.g. train +verl_bridge=bridge_gca data.train_files=…",
-        description="All arguments go to `python -m verl.trainer.main_ppo` as they are.",
-        add_help=False,
-        prefix_chars=" ",  # so that --cfg, --config-name and ~key reach Hydra
-    )
-    train.set_defaults(run=_train)
-
+    train.add(commands)
     index.add(commands)
     serve.add(commands)
     bench.add(commands)
     eval.add(commands)
-
-    data = commands.add_parser("data", help="check question files").add_subparsers(required=True, metavar="check")
-    data_check = add_command(data, "check", _data_check, "read every row and count what deserves a look")
-    data_check.add_argument("file", type=Path)
+    export.add(commands)
+    data.add(commands)
     return parser
 
 
@@ -106,23 +95,6 @@ def _demo(options: argparse.Namespace) -> int:
     )
     if options.json:
         print(json.dumps(summary))
-    return 0
-
-
-def _train(options: argparse.Namespace) -> int:
-    from verl_bridge.launch import cpu_environment, training_environment
-
-    # In a process of its own: verl reads its platform and plugin variables when it is imported.
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *options.overrides]
-    on_cpu = any(override.lstrip("+") == "verl_bridge_host=cpu" for override in options.overrides)
-    return subprocess.call(command, env=cpu_environment() if on_cpu else training_environment())
-
-
-def _data_check(options: argparse.Namespace) -> int:
-    from verl_bridge.qa.questions import check_questions, read_questions
-
-    report = check_questions(read_questions(options.file)).to_dict()
-    print(json.dumps(report) if options.json else "\n".join(f"{name:12} {count}" for name, count in report.items()))
     return 0
 
 

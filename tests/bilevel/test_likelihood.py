@@ -24,7 +24,9 @@ def read(ids):
 
 
 def turn(key, prompt, candidates, gold="Rome", failed=False):
-    return RetrievalTurn(key, tuple(characters(prompt)), tuple(candidates), gold, failed)
+    return RetrievalTurn(
+        key, tuple(characters(prompt)), tuple(candidates), (gold,) if isinstance(gold, str) else gold, failed
+    )
 
 
 def test_the_sequence_is_prompt_block_opened_answer_and_gold():
@@ -51,7 +53,7 @@ def test_each_sequence_is_scored_once_and_gathered_for_all_who_need_it():
     ]
     plan = plan_likelihoods(turns, characters)
     assert plan.turn_keys == ((0, 0), (1, 0), (2, 0), (3, 1))
-    assert plan.index == ((0, 1), (1, 0, 2), (3, 4), (5, 6))
+    assert plan.index == (((0,), (1,)), ((1,), (0,), (2,)), ((3,), (4,)), ((5,), (6,)))
     assert len(plan.sequences) == len(set(plan.sequences)) == 7
     assert plan.gather([-1, -2, -3, -4, -5, -6, -7]) == [[-1, -2], [-2, -1, -3], [-4, -5], [-6, -7]]
     assert plan.metrics["sequences"] == 7 and plan.metrics["sequences_saved"] == 2
@@ -78,44 +80,90 @@ def test_failed_and_single_candidate_turns_are_left_out_and_counted():
 
 
 documents = st.sampled_from([ROME, OSLO, BERN, Document("r2", '"Rome"', "Rome is the capital of Italy.")])
-turn_lists = st.lists(
-    st.tuples(st.sampled_from(["Q1", "Q2"]), st.lists(documents, max_size=4), st.sampled_from(["Rome", "Oslo"])),
-    max_size=8,
-)
+golds = st.lists(st.sampled_from(["Rome", "Oslo", "Bern city", "Roma"]), min_size=1, max_size=3).map(tuple)
+turn_lists = st.lists(st.tuples(st.sampled_from(["Q1", "Q2"]), st.lists(documents, max_size=4), golds), max_size=8)
+
+
+def naive_sequences(t):
+    """Per candidate and gold of a turn, in full."""
+    return [
+        [
+            (tuple(characters(read(t.context_ids) + document_context(d))), tuple(characters(f" {gold}")))
+            for gold in t.golds
+        ]
+        for d in t.candidates
+    ]
 
 
 @settings(max_examples=60, deadline=None)
-@given(turn_lists, st.randoms(use_true_random=False))
-def test_the_plan_equals_scoring_everything_naively_in_any_order(raw, shuffler):
+@given(turn_lists, st.booleans(), st.randoms(use_true_random=False))
+def test_the_plan_equals_scoring_everything_naively_in_any_order(raw, normalise, shuffler):
     turns = [turn(i, *entry) for i, entry in enumerate(raw)]
     shuffler.shuffle(turns)
-    plan = plan_likelihoods(turns, characters)
+    plan = plan_likelihoods(turns, characters, length_normalise=normalise)
     by_key = {t.key: t for t in turns}
-    score = {sequence: float(i) for i, sequence in enumerate(plan.sequences)}
-    for key, values in zip(plan.turn_keys, plan.gather(list(range(len(plan.sequences)))), strict=True):
-        t = by_key[key]
-        naive = [
-            (tuple(characters(read(t.context_ids) + document_context(d))), tuple(characters(f" {t.gold}")))
-            for d in t.candidates
-        ]
-        assert values == [score[sequence] for sequence in naive]
+    assert len(set(plan.sequences)) == len(plan.sequences)
+    score = {sequence: -shuffler.random() * 9 for sequence in plan.sequences}
+    for key, values in zip(plan.turn_keys, plan.gather([score[s] for s in plan.sequences]), strict=True):
+        every = [[score[s] / (len(s[1]) if normalise else 1) for s in row] for row in naive_sequences(by_key[key])]
+        assert values == [max(row) for row in every]
     assert set(plan.turn_keys) == {t.key for t in turns if len(t.candidates) >= 2}
 
 
-def test_the_sample_is_seeded_ordered_and_favours_nobody():
-    turns = [turn(i, f"Q{i}", [ROME, OSLO]) for i in range(10)]
-    plan = plan_likelihoods(turns, characters, max_turns=3, seed=1)
-    assert plan.turn_keys == plan_likelihoods(turns, characters, max_turns=3, seed=1).turn_keys
-    assert list(plan.turn_keys) == sorted(plan.turn_keys) and len(plan.sequences) == 6
-    assert plan.metrics["turns_used"] == 3 and plan.metrics["turn_share"] == pytest.approx(0.3)
-    chosen = Counter(
-        key for seed in range(600) for key in plan_likelihoods(turns, characters, max_turns=3, seed=seed).turn_keys
+@settings(max_examples=60, deadline=None)
+@given(turn_lists, st.booleans(), st.integers(0, 2**32))
+def test_spread_is_the_gradient_of_gather(raw, normalise, seed):
+    """Finite differences of Σ weight·ℓ_d in every log-likelihood; away from ties the step changes no maximum."""
+    random_ = random.Random(seed)
+    plan = plan_likelihoods([turn(i, *e) for i, e in enumerate(raw)], characters, length_normalise=normalise)
+    values = [-random_.random() * 9 for _ in plan.sequences]
+    weights = [[random_.uniform(-2, 2) for _ in row] for row in plan.index]
+
+    def total(values):
+        rows = zip(plan.gather(values), weights, strict=True)
+        return sum(w * value for row, of_row in rows for value, w in zip(row, of_row, strict=True))
+
+    spread = plan.spread(values, weights)
+    step = 1e-6
+    for i, slope in enumerate(spread):
+        up, down = ([v + sign * step * (i == j) for j, v in enumerate(values)] for sign in (1, -1))
+        assert slope == pytest.approx((total(up) - total(down)) / (2 * step), abs=1e-5)
+
+
+def test_the_likeliest_gold_is_taken_per_document():
+    plan = plan_likelihoods([turn("t", "Q", [ROME, OSLO], gold=("Rome", "City of Rome", "Rome"))], characters)
+    assert [read(answer) for _, answer in plan.sequences] == [" Rome", " City of Rome"] * 2  # equal golds are one
+    assert plan.index == (((0, 1), (2, 3)),) and plan.metrics["sequences_saved"] == 0
+    assert plan.gather([-4.0, -2.0, -3.0, -6.0]) == [[-2.0, -3.0]]
+    assert plan.spread([-4.0, -2.0, -3.0, -6.0], [[0.5, -0.25]]) == [0.0, 0.5, -0.25, 0.0]
+    assert plan.spread([-1.0] * 4, [[1.0, 1.0]]) == [1.0, 0.0, 1.0, 0.0]  # of equals the first
+    for bad in ([], [[1.0]], [[1.0, 1.0], [1.0, 1.0]]):
+        with pytest.raises(ValueError, match="the weights do not fit the plan"):
+            plan.spread([0.0] * 4, bad)
+
+
+def test_length_normalised_likelihoods_are_per_token():
+    plan = plan_likelihoods(
+        [turn("t", "Q", [ROME, OSLO], gold=("Rome", "City of Rome"))], characters, length_normalise=True
     )
-    # 600 draws of share .3: mean 180, standard deviation 11.2
-    assert all(abs(chosen[i] - 180) < 4.5 * 11.2 for i in range(10)), chosen
-    assert plan_likelihoods(turns, characters, max_turns=99).metrics["turn_share"] == 1.0
-    with pytest.raises(ValueError, match="max_turns is 0"):
-        plan_likelihoods(turns, characters, max_turns=0)
+    # " Rome" has 5 tokens, " City of Rome" 13: -5.2 is the less likely and the better per token
+    assert plan.gather([-5.0, -5.2, -1.0, -13.0]) == [[-5.2 / 13, -1.0 / 5]]
+    assert plan.spread([-5.0, -5.2, -1.0, -13.0], [[2.0, 3.0]]) == [0.0, 2 / 13, 3 / 5, 0.0]
+
+
+def test_golds_beyond_eight_are_left_out_and_counted():
+    names = tuple(f"gold {i}" for i in range(11))
+    turns = [turn(i, "Q", [ROME, OSLO], gold=names) for i in range(2)]
+    turns.append(turn("short", "Q", [ROME, OSLO], gold=names[:8]))
+    plan = plan_likelihoods(turns, characters)
+    assert len(plan.sequences) == 2 * 8 and plan.metrics["golds_left_out"] == 2 * 3
+    assert {read(answer) for _, answer in plan.sequences} == {f" gold {i}" for i in range(8)}
+
+
+def test_golds_are_a_tuple_of_at_least_one():
+    for bad in ((), "Rome"):
+        with pytest.raises(ValueError, match="turn t: golds="):
+            RetrievalTurn("t", (1,), (ROME, OSLO), bad)
 
 
 def test_a_long_document_loses_its_tail_and_keeps_the_closing_tags():
@@ -131,7 +179,7 @@ def test_a_long_document_loses_its_tail_and_keeps_the_closing_tags():
 
 
 def test_a_gold_without_tokens_is_refused():
-    for gold in ("", "  "):
+    for gold in ("", "  ", ("Rome", "")):
         with pytest.raises(ValueError, match="turn t: the gold answer"):
             plan_likelihoods([turn("t", "Q", [ROME, OSLO], gold=gold)], characters)
 
@@ -146,6 +194,8 @@ def test_documents_and_golds_are_tokenised_once():
     turns = [turn(i, f"Q{i % 3}", random.Random(i).sample([ROME, OSLO, BERN], 3)) for i in range(20)]
     plan_likelihoods(turns, tokenize)
     assert set(calls.values()) == {1} and len(calls) == 4
+    plan_likelihoods(turns, tokenize, after_query=True, max_tokens=60, token_budget=500)
+    assert max(calls.values()) <= 2 and len(calls) == 4 + 3 + 3 + 1  # observations, their heads, the closing tags
 
 
 def test_after_a_query_the_block_begins_as_an_observation_does():

@@ -105,18 +105,6 @@ def test_refusals_name_key_value_and_fix(settings, parts):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    ("settings", "use"),
-    [
-        ({"bridge": {"estimator": "two_state"}}, "estimator: bridge"),
-        ({"bridge": {"schedule": "joint"}}, "schedule: bridge"),
-    ],
-)
-def test_what_is_not_built_is_refused_not_ignored(settings, use):
-    message = refused(settings)
-    assert use in message
-
-
 def test_bound_is_named_with_its_numbers():
     message = refused({"gca": {"rho": 0.25}})
     assert "ρ·s·λ_max·c_max ≤ κ" in message and "0.125 > kappa=0.1" in message

@@ -59,6 +59,7 @@ def test_engine_methods_we_override():
 
 
 def test_workers_we_override():
+    from verl.experimental.separation.engine_workers import DetachActorWorker
     from verl.single_controller.base.decorator import MAGIC_ATTR
     from verl.utils.distributed import initialize_global_process_group_ray
     from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -67,8 +68,10 @@ def test_workers_we_override():
 
     assert parameters(TrainingWorker.__init__) == ["self", "config"]
     assert parameters(ActorRolloutRefWorker.init_model) == ["self"]
-    ours, theirs = worker.CPUActorRolloutRefWorker.init_model, ActorRolloutRefWorker.init_model
-    assert getattr(ours, MAGIC_ATTR) == getattr(theirs, MAGIC_ATTR)
+    for ours in (worker.CPUActorRolloutRefWorker, worker.CPUDetachActorWorker):
+        assert getattr(ours.init_model, MAGIC_ATTR) == getattr(ActorRolloutRefWorker.init_model, MAGIC_ATTR)
+    assert isinstance(DetachActorWorker.copy_handler, property)
+    assert "self.copy_handler(self.actor.engine.module)" in inspect.getsource(DetachActorWorker.save_model_to_cpu)
     assert "not torch.distributed.is_initialized()" in inspect.getsource(initialize_global_process_group_ray)
 
 
@@ -110,6 +113,29 @@ def test_rollout_classes_we_subclass():
     assert {"token_ids", "log_probs", "stop_reason", "num_preempted", "extra_fields"} <= set(
         replica.TokenOutput.model_fields
     )
+
+
+def test_checkpoint_engine_we_register():
+    from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
+    from verl.checkpoint_engine.base import CheckpointEngineWorker
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    from verl_bridge.integrations.verl.cpu import CHECKPOINT_ENGINE
+
+    engine = CheckpointEngineRegistry.get(CHECKPOINT_ENGINE)
+    assert engine.__module__ == "verl_bridge.integrations.verl.cpu.checkpoint_engine"
+    assert not engine.__abstractmethods__
+    for name in ("prepare", "build_topology", "finalize", "send_weights", "receive_weights"):
+        assert parameters(getattr(engine, name)) == parameters(getattr(CheckpointEngine, name)), name
+    # How the two kinds of workers make one, and in which order a transfer calls it.
+    assert "bucket_size=bucket_size, **engine_kwargs" in inspect.getsource(CheckpointEngineWorker.__init__)
+    assert "is_master=(torch.distributed.get_rank() == 0)" in inspect.getsource(ActorRolloutRefWorker.init_model)
+    source = inspect.getsource(CheckpointEngineManager.build_process_group)
+    source += inspect.getsource(CheckpointEngineManager.update_weights)
+    order = ['"prepare"', "build_topology(", '"init_process_group"', "actor_wg.update_weights(", '"finalize"']
+    assert sorted(order, key=source.index) == order
+    # A standalone replica's worker hands what it receives to the same adapter, with its replica's rank.
+    assert "replica_rank" in inspect.getsource(CheckpointEngineWorker.get_replica_rank)
 
 
 def test_sampling_parameters_verl_sends_are_known():
@@ -166,13 +192,46 @@ def test_swap_replaces_every_role_or_refuses():
     from verl_bridge.integrations.verl.cpu import cpu_worker_classes, swap_cpu_workers
 
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "another"}}})
-    trainer = SimpleNamespace(
-        role_worker_mapping={Role.ActorRolloutRef: "theirs", Role.Critic: "theirs"}, config=config
-    )
-    swap_cpu_workers(trainer)
-    made = {role.name: remote.__ray_actor_class__ for role, remote in trainer.role_worker_mapping.items()}
-    classes = cpu_worker_classes()
-    assert made == {name: classes[name] for name in ("ActorRolloutRef", "Critic")}
-    assert set(classes) <= {role.name for role in Role}
+    for mode in ("sync", "colocate_async", "separate_async"):
+        trainer = SimpleNamespace(
+            role_worker_mapping={Role.ActorRolloutRef: "theirs", Role.Critic: "theirs"},
+            config=config,
+            trainer_mode=mode,
+        )
+        swap_cpu_workers(trainer)
+        made = {role.name: remote.__ray_actor_class__ for role, remote in trainer.role_worker_mapping.items()}
+        classes = cpu_worker_classes(mode)
+        assert made == {name: classes[name] for name in ("ActorRolloutRef", "Critic")}
+        assert hasattr(made["ActorRolloutRef"], "save_model_to_cpu") == (mode == "separate_async")
+        assert set(classes) <= {role.name for role in Role}
     with pytest.raises(ValueError, match="'RewardModel' has no worker for device cpu"):
-        swap_cpu_workers(SimpleNamespace(role_worker_mapping={Role.RewardModel: "theirs"}))
+        swap_cpu_workers(SimpleNamespace(role_worker_mapping={Role.RewardModel: "theirs"}, trainer_mode="sync"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "hybrid", "replicas"),
+    [("sync", True, 2), ("colocate_async", True, 2), ("separate_async", True, 5), ("separate_async", False, 3)],
+)
+def test_rollout_servers_of_every_mode_are_started_ahead(mode, hybrid, replicas):
+    """As verl ranks them: the trainer's own from 0, standalone ones from where those end."""
+    from types import SimpleNamespace
+
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.v1 import PPOTrainerSeparateAsync
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    from verl_bridge.integrations.verl.cpu import rollout_replicas
+
+    config = OmegaConf.create(
+        {
+            "trainer": {"nnodes": 1, "n_gpus_per_node": 2},
+            "actor_rollout_ref": {"rollout": {"nnodes": 1, "n_gpus_per_node": 3}},
+        }
+    )
+    trainer = SimpleNamespace(config=config, trainer_mode=mode, _enable_hybrid_replicas=hybrid)
+    assert rollout_replicas(trainer) == replicas
+    source = inspect.getsource(PPOTrainerSeparateAsync._setup)
+    assert "hybrid_num_replicas = len(self.llm_server_manager.rollout_replicas)" in source
+    assert "start_rank=hybrid_num_replicas" in source
+    source = inspect.getsource(LLMServerManager._initialize_llm_servers)
+    assert "else self.rollout_config.n_gpus_per_node * self.rollout_config.nnodes" in source

@@ -38,7 +38,8 @@ def test_another_verl_is_named_with_the_fix(version):
 
 def test_a_run_that_asks_for_us_stops_where_verl_would_swallow_the_error():
     """verl catches Exception around entry points; SystemExit passes."""
-    for argument in ("+verl_bridge=gca", "verl_bridge.gca.rho=0.1", "trainer.v1.trainer_mode=bridge_sync"):
+    trainers = [f"trainer.v1.trainer_mode=bridge_{mode}" for mode in ("sync", "colocate_async", "separate_async")]
+    for argument in ("+verl_bridge=gca", "verl_bridge.gca.rho=0.1", *trainers):
         run = load_beside("0.10.0", "data.train_batch_size=8", argument)
         assert run.returncode == 2
         assert run.stderr.splitlines() == [
@@ -63,14 +64,21 @@ assert "verl_bridge.plugin" in sys.modules
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
-print(json.dumps([early, get_trainer_cls("bridge_sync").__module__, get_adv_estimator_fn("gca").__name__,
+trainers = {get_trainer_cls(f"bridge_{mode}").__name__: get_trainer_cls(mode).__name__
+            for mode in ("sync", "colocate_async", "separate_async")
+            if issubclass(get_trainer_cls(f"bridge_{mode}"), get_trainer_cls(mode))}
+print(json.dumps([early, trainers, get_adv_estimator_fn("gca").__name__,
                   _agent_loop_registry["verl_bridge_search"]["_target_"]]))
 """
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    early, trainer, estimator, loop = json.loads(run.stdout.splitlines()[-1])
+    early, trainers, estimator, loop = json.loads(run.stdout.splitlines()[-1])
     assert early == []
-    assert trainer == "verl_bridge.integrations.verl.trainer"
+    assert trainers == {
+        "BridgeTrainerSync": "PPOTrainerSync",
+        "BridgeTrainerColocateAsync": "PPOTrainerColocateAsync",
+        "BridgeTrainerSeparateAsync": "PPOTrainerSeparateAsync",
+    }
     assert estimator == "needs_our_trainer"
     assert loop == "verl_bridge.integrations.verl.agent_loop.SearchAgentLoop"
 

@@ -12,10 +12,11 @@ from types import ModuleType
 
 from wrapt import register_post_import_hook
 
+FIXED = ([5, 6, 7, 8, 9], [10, 11, 12])  # scored before and after a step: has the policy moved?
+
 
 def _register(v1: ModuleType) -> None:
     import numpy as np
-    import ray
     import torch
     import transfer_queue as tq
     from verl.trainer.ppo import core_algos
@@ -24,7 +25,7 @@ def _register(v1: ModuleType) -> None:
     from verl_bridge.integrations.verl.checks import GROUP_RELATIVE
     from verl_bridge.integrations.verl.rollouts import read_rollouts
     from verl_bridge.integrations.verl.salience import ENTROPY, MARGIN
-    from verl_bridge.integrations.verl.scoring import score_answers
+    from verl_bridge.integrations.verl.scoring import answer_log_probs
     from verl_bridge.integrations.verl.trainer import BridgeTrainerSync
 
     @v1.register_trainer("probe_sync")
@@ -60,7 +61,6 @@ def _register(v1: ModuleType) -> None:
                 for trace in rollouts.traces
             ]
             record = {
-                "step": self.global_steps,
                 "rows": len(rollouts.keys),
                 "plain_differs": int((rollouts.advantages != plain).sum()),
                 "reference_differs": float((rollouts.advantages - reference).abs().max()),
@@ -70,14 +70,10 @@ def _register(v1: ModuleType) -> None:
                 "versions": sorted(
                     {t.adapter_version for r in rollouts.traces for t in r.searches if t.status == "ok"}
                 ),
-                "now_version": ray.get(self.retriever.version.remote()) if self.retriever else None,
+                "now_version": self._adapter_version(),
                 "questions_encode": all(texts),
-                "likelihood": score_answers(
-                    self.actor_rollout_wg,
-                    [(rollouts.prompt_ids[0], [5, 6, 7]), (rollouts.prompt_ids[0], [8])],
-                    temperature=1.0,
-                    max_token_len_per_gpu=4096,
-                ),
+                "likelihood": self._likelihoods((rollouts.prompt_ids[0], [5, 6, 7]), (rollouts.prompt_ids[0], [8])),
+                "policy_before": self._likelihoods(FIXED),
                 "prompt_ids": rollouts.prompt_ids[0],
                 "response_ids": data["responses"].unbind()[0].tolist(),
                 "response_mask": rollouts.response_mask[0].tolist(),
@@ -90,16 +86,37 @@ def _register(v1: ModuleType) -> None:
                 ),
             }
             self._expected = rollouts.advantages
-            with open(os.environ["PROBE_FILE"], "a") as file:
-                file.write(json.dumps(record) + "\n")
+            self._write(**record)
             return batch
 
         def _update_actor(self, batch, metrics):
             received = read_rollouts(batch).advantages
+            batch = super()._update_actor(batch, metrics)
+            self._write(
+                actor_receives_it=torch.equal(received, self._expected),
+                advantages_stay=torch.equal(read_rollouts(batch).advantages, received),
+                keys_left=sorted(set(tq.kv_list("train")["train"]) - set(batch.keys) - self._prompts()),
+            )
+            return batch
+
+        def _step_once(self, *args):
+            batch = super()._step_once(*args)
+            self._write(policy_after=self._likelihoods(FIXED), version_after=self._adapter_version())
+            return batch
+
+        def _prompts(self):
+            return {key for key, tag in tq.kv_list("train")["train"].items() if tag.get("is_prompt")}
+
+        def _adapter_version(self):
+            return max(self.retrieval.known_versions()) if self._trains_adapter else None
+
+        def _likelihoods(self, *sequences):
+            scored = answer_log_probs(self.actor_rollout_wg, sequences, temperature=1.0, max_token_len_per_gpu=4096)
+            return [float(row.sum()) for row in scored]
+
+        def _write(self, **record):
             with open(os.environ["PROBE_FILE"], "a") as file:
-                same = bool(torch.equal(received, self._expected))
-                file.write(json.dumps({"step": self.global_steps, "actor_receives_it": same}) + "\n")
-            return super()._update_actor(batch, metrics)
+                file.write(json.dumps({"step": self.global_steps, **record}) + "\n")
 
 
 register_post_import_hook(_register, "verl.trainer.ppo.v1")

@@ -6,7 +6,7 @@ import torch
 
 from verl_bridge.bilevel.batch import RetrieverBatch
 from verl_bridge.bilevel.updater import RetrieverUpdater
-from verl_bridge.retrieval.actor import get_retriever, start_retriever
+from verl_bridge.retrieval.actor import RetrieverLost, get_retriever, start_retriever
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +50,26 @@ def test_the_actor_serves_a_ray_job(settings, tmp_path):
         (tmp_path / "empty.jsonl").touch()
         with pytest.raises(RuntimeError, match=r"did not start: ValueError: corpus .* holds no documents"):
             start_retriever("broken", **{**settings, "corpus": str(tmp_path / "empty.jsonl")})
-        handle = start_retriever(name, **settings)
+        started = start_retriever(name, **settings)
         with pytest.raises(ValueError, match="is taken"):
             start_retriever(name, **settings)
         found = get_retriever(name)
         queries = ["money of Hollin", "money of Borsk"]
         (answers, more) = ray.get([found.search.remote(queries), found.search.remote(["Caldra"])])
         assert answers[0]["ids"][0] == "Hollin-money" and more[0]["documents"][0]["title"] == "Caldra"
-        result = ray.get(handle.update.remote(batch_from(answers, queries, 0)))
-        assert result.version == ray.get(found.version.remote()) == 1
-        assert torch.isfinite(torch.tensor(list(result.metrics.values()))).all()
-        assert ray.get(found.search.remote(queries))[0]["adapter_version"] == 1
-        ray.kill(handle)
+        batch = batch_from(answers, queries, 0)
+        result = started.call("update", batch, "the first")
+        assert result["version"] == started.call("version") == ray.get(found.version.remote()) == 1
+        assert torch.isfinite(torch.tensor(list(result["metrics"].values()))).all()
+        after = ray.get(found.search.remote(queries))
+        assert after[0]["adapter_version"] == 1
+        assert started.call("update", batch, "the first") == result  # asked for again, not done again
+        assert ray.get(found.search.remote(queries)) == after
+        with pytest.raises(ValueError, match=r"^turn 0 was served by adapter version 0"):  # as the learner raised it
+            started.call("update", batch, "another")
+        ray.kill(started.handle)
+        with pytest.raises(RetrieverLost, match=rf"'{name}' died in 'version' and is not started again"):
+            started.call("version")
     finally:
         if own:
             ray.shutdown()

@@ -169,3 +169,20 @@ def test_vectors_do_not_depend_on_who_shares_the_pass(encoders):
     together = queries.encode_queries([*TEXTS, long])
     alone = torch.cat([queries.encode_queries([text]) for text in (*TEXTS, long)])
     torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
+
+
+def test_training_in_bfloat16_stays_close_normalised_and_keeps_the_adapter_in_float32(encoders):
+    queries, _ = encoders
+    perturb(queries)
+    exact = queries.encode_queries(TEXTS)
+    short = queries.encode_queries(TEXTS, training=True, compute_dtype="bfloat16")
+    assert 0 < (short - exact).abs().max() < 0.02 and short.dtype == torch.float32
+    torch.testing.assert_close(short.norm(dim=-1), torch.ones(3), atol=1e-6, rtol=0)
+    # with and without a graph the same numbers: ratios of the two start at 1
+    assert torch.equal(short.detach(), queries.encode_queries(TEXTS, compute_dtype="bfloat16"))
+    short[:, 0].sum().backward()
+    gradients = [p.grad for p in queries.lora_parameters().values()]
+    assert all(g.dtype == torch.float32 and g.abs().max() > 0 for g in gradients)
+    for p in queries.lora_parameters().values():
+        p.grad = None
+    assert torch.equal(queries.encode_queries(TEXTS), exact)  # nothing of it stays behind

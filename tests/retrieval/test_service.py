@@ -206,7 +206,7 @@ def test_a_retriever_without_learner_serves_only(settings, service, tmp_path):
     asyncio.run(service.save(str(tmp_path / "c")))
 
     async def run():
-        for call in (plain.update(None), plain.save("x"), plain.load("x")):
+        for call in (plain.update(None), plain.save("x"), plain.load("x"), plain.known_versions()):
             with pytest.raises(ValueError, match="serves only"):
                 await call
         await plain.load_adapter(str(tmp_path / "c" / "adapter"), 5)

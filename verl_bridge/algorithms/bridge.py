@@ -22,9 +22,9 @@ class BridgeLoss:
     """The retriever's loss on a batch of retrieval turns.
 
     Args:
-        loss: (L_RL + γ·L_RAG)/(1 + γ), scalar with gradient to the scores.
-        rl_loss: L_RL, detached scalar.
-        rag_loss: L_RAG, detached scalar.
+        loss: (α·L_RL + γ·L_RAG)/(α + γ), scalar with gradient to the scores; α the weight of the RL part, 1 [paper].
+        rl_loss: L_RL, scalar with gradient.
+        rag_loss: L_RAG, scalar with gradient.
         metrics: ``bridge/*`` figures of the batch.
     """
 
@@ -76,6 +76,31 @@ def document_weights(
     return logits.masked_fill(~candidate_mask, -torch.inf).softmax(dim=-1)
 
 
+def answer_posterior(
+    log_probs: Tensor, answer_log_likelihood: Tensor, candidate_mask: Tensor, tau_likelihood: float = 1.0
+) -> Tensor:
+    """Which document explains the answer: softmax_d(log p_η(d|q) + ℓ_d/τ_l), without gradient, ``(turns, candidates)``.
+
+    It is the gradient of -L_RAG's terms in ℓ_d/τ_l, so the difference of two retriever states' posteriors is how
+    ``two_state`` corrects the policy's gradient [paper]. Padded candidates get 0.
+
+    Args:
+        log_probs: log p_η(d|q), :func:`retrieval_log_probs`, ``(turns, candidates)``.
+        answer_log_likelihood: ℓ_d in nats, ``(turns, candidates)``.
+        candidate_mask: True on real candidates, ``(turns, candidates)`` bool; the rest may hold anything.
+
+    Raises:
+        ValueError: τ_l ≤ 0, a turn without candidates, or a value that is not finite where it counts.
+    """
+    _check_temperature("tau_likelihood", tau_likelihood)
+    candidate_mask = candidate_mask.bool()
+    _check_candidates(candidate_mask)
+    _check_finite("log_probs", log_probs, candidate_mask)
+    _check_finite("answer_log_likelihood", answer_log_likelihood, candidate_mask)
+    logits = _precise(log_probs.detach()) + _precise(answer_log_likelihood.detach()) / tau_likelihood
+    return logits.masked_fill(~candidate_mask, -torch.inf).softmax(dim=-1)
+
+
 def bridge_loss(
     scores: Tensor,
     old_log_probs: Tensor,
@@ -89,12 +114,13 @@ def bridge_loss(
     tau_likelihood: float = 1.0,
     clip: float = 0.2,
     gamma: float = 0.25,
+    rl_weight: float = 1.0,
     credit_weights: CreditWeights = "likelihood",
     turn_count: int | None = None,
     rl_turn_count: int | None = None,
     hit_mask: Tensor | None = None,
 ) -> BridgeLoss:
-    """(L_RL + γ·L_RAG)/(1 + γ) over a batch of retrieval turns [paper].
+    """(α·L_RL + γ·L_RAG)/(α + γ) over a batch of retrieval turns, α = 1 [paper].
 
     L_RL = -mean over turns of Σ_d w_d·min(r_d·A, clip(r_d, 1-ε, 1+ε)·A), r_d = p_η/p_old;
     L_RAG = -mean over turns of log Σ_d p_η(d|q)·exp(ℓ_d/τ_l).
@@ -108,6 +134,7 @@ def bridge_loss(
         rl_mask: turns that take part in L_RL, ``(turns,)`` bool; type D that is not retrievable does not [ours].
         tau_retrieval, tau_posterior, tau_likelihood: τ_r, τ_p, τ_l.
         clip: ε. gamma: γ ≥ 0. credit_weights: their form.
+        rl_weight: α ≥ 0; 0 leaves L_RAG alone. Not both α and γ may be 0.
         turn_count, rl_turn_count: denominators of the two means; those of the whole batch when this is a part of it,
             so that the losses of the parts add up.
         hit_mask: candidates that hold a gold alias, ``(turns, candidates)`` bool, for metrics.
@@ -116,8 +143,10 @@ def bridge_loss(
         ValueError: a setting out of range, a turn without candidates, or a value that is not finite where it counts.
     """
     _check_temperature("tau_likelihood", tau_likelihood)
-    if not 0 < clip < 1 or not gamma >= 0:
+    if not 0 < clip < 1 or not 0 <= gamma < torch.inf:
         raise ValueError(f"bridge.clip={clip} must lie in (0, 1) and bridge.gamma={gamma} be at least 0")
+    if not 0 <= rl_weight < torch.inf or rl_weight + gamma == 0:
+        raise ValueError(f"rl_weight={rl_weight} must be at least 0, and above it where bridge.gamma={gamma} is 0")
     candidate_mask = candidate_mask.bool()
     rl_mask = torch.ones_like(advantages, dtype=torch.bool) if rl_mask is None else rl_mask.bool()
     _check_finite("scores", scores, candidate_mask)
@@ -160,9 +189,9 @@ def bridge_loss(
             metrics["hit_credit_weight"] = _mean((weight * (hit_mask & candidate_mask)).sum(dim=-1)[with_hit])
         values = torch.stack([value.to("cpu", torch.float64) for value in metrics.values()]).tolist()
     return BridgeLoss(
-        loss=(rl_loss + gamma * rag_loss) / (1 + gamma),
-        rl_loss=rl_loss.detach(),
-        rag_loss=rag_loss.detach(),
+        loss=(rl_weight * rl_loss + gamma * rag_loss) / (rl_weight + gamma),
+        rl_loss=rl_loss,
+        rag_loss=rag_loss,
         metrics={f"bridge/{key}": value for key, value in zip(metrics, values, strict=True)},
     )
 

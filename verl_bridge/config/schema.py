@@ -125,24 +125,72 @@ class BridgeConfig:
         None, "Retrieval turns in one optimiser step. null: all of a batch in one [ours].", low=1
     )
     epochs: int = option(1, "Passes over a batch's retrieval turns [ours].", low=1)
-    schedule: str = option(
-        "bridge",
-        "Order of the two learners; the others are the paper's comparisons [ours: definitions].",
-        choices=("bridge", "frozen", "rag_then_rl", "rl_then_rag", "joint"),
-        not_built=dict.fromkeys(("frozen", "rag_then_rl", "rl_then_rag", "joint"), "bridge"),
+    golds: str = option(
+        "first",
+        "Which gold answer ℓ_d is of: first, or best, for every document the likeliest of its aliases [ours].",
+        choices=("first", "best"),
     )
-    estimator: str = option(
-        "bridge",
-        "Policy gradient of the penalised problem: bridge, two_state [paper], drop [ours].",
-        choices=("bridge", "two_state", "drop"),
-        not_built=dict.fromkeys(("two_state", "drop"), "bridge"),
-    )
+    length_normalise: bool = option(False, "Divide ℓ_d by the answer's tokens [ours].")
     token_budget: int | None = option(
+        None,
+        "About the most tokens that one update has scored; a uniform sample of the turns stands for the rest. null: "
+        "no bound [ours].",
+        low=1,
+    )
+    micro_batch_tokens: int | None = option(
         None,
         "Tokens in one micro-batch of the likelihood pass. null: the recipe's "
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu [ours].",
         low=1,
     )
+    lr_schedule: str = option(
+        "constant",
+        "Course of the learning rate over the run's updates: constant, linear or cosine down to 0 [ours].",
+        choices=("constant", "linear", "cosine"),
+    )
+    lr_warmup: int = option(0, "Updates over which the learning rate rises from 0 [ours].", low=0)
+    weight_decay: float = option(0.0, "AdamW weight decay of the adapter [ours].", low=0)
+    max_grad_norm: float = option(
+        1.0, "Gradient norm above which gradients are scaled down [ours].", low=0, open_low=True
+    )
+    compute_dtype: str = option(
+        "float32",
+        "Number format of the encoder's matrix products while it learns; weights and moments stay in float32. auto: "
+        "bfloat16 on a GPU, float32 elsewhere [ours].",
+        choices=("float32", "bfloat16", "auto"),
+    )
+    max_staleness: int = option(
+        8,
+        "Asynchronous trainers: how many versions ago a retrieval turn may have been served to be learnt from; older "
+        "ones are left out and counted. The synchronous trainer has none [ours].",
+        low=0,
+    )
+    schedule: str = option(
+        "bridge",
+        "Order of the two learners: bridge (retriever, then policy, every step), frozen (the policy alone), "
+        "rag_then_rl (the retriever alone from the RAG loss for `schedule_steps`, then the policy alone), rl_then_rag "
+        "(the reverse), joint (policy, then retriever from RL credit alone, every step) [paper: names, ours: "
+        "definitions].",
+        choices=("bridge", "frozen", "rag_then_rl", "rl_then_rag", "joint"),
+    )
+    schedule_steps: int | None = option(
+        None, "Steps of the first phase of rag_then_rl and rl_then_rag. null: half of the run's [ours].", low=1
+    )
+    estimator: str = option(
+        "bridge",
+        "Policy gradient of the penalised problem: bridge; two_state, with both correction terms, at about twice the "
+        "cost [paper]; drop, whose retriever follows the RAG loss alone [ours].",
+        choices=("bridge", "two_state", "drop"),
+    )
+    worker: str = option(
+        "shared",
+        "Who learns: shared, the actor that serves (searches wait for an update), or own, an actor of its own that "
+        "publishes to it [ours].",
+        choices=("shared", "own"),
+    )
+    device: str | None = option(None, "Torch device of an own worker, such as cuda. null: retriever.device [ours].")
+    num_gpus: float = option(0.0, "GPUs, or the fraction of one, that Ray reserves for an own worker [ours].", low=0)
+    num_cpus: float = option(0.0, "CPUs that Ray reserves for an own worker [ours].", low=0)
 
 
 @dataclass(frozen=True)
@@ -207,6 +255,11 @@ class RetrieverConfig:
         30.0, "Seconds for a search or a publication over the network, retries included.", low=0, open_low=True
     )
     actor_name: str = option("verl_bridge_retriever", "Name of the Ray actor that serves the retriever in a job.")
+    device: str = option("cpu", "Torch device of encoder and exact search, such as cuda [ours].")
+    num_gpus: float = option(0.0, "GPUs, or the fraction of one, that Ray reserves for the job's own server.", low=0)
+    restarts: int = option(
+        3, "How often Ray starts a retriever actor of the job again after it died; it goes on where it was.", low=0
+    )
     threads: int = option(1, "CPU threads of the retriever's encoder and search [ours].", low=1)
     load_timeout: float = option(300.0, "Seconds the retriever may take to load corpus, index and encoder.", low=1)
     replicas: int = option(1, "Copies of the retriever, served by Ray Serve where there is more than one.", low=1)
@@ -223,7 +276,11 @@ class AgentConfig:
     """The search agent loop."""
 
     max_turns: int = option(5, "Most assistant turns of a rollout [paper].", low=1)
+    turn_tokens: int | None = option(None, "Most tokens of one assistant turn. null: no bound [Search-R1: 500].", low=1)
     observation_tokens: int = option(500, "Tokens kept of one observation, from its head [Search-R1].", low=32)
+    correction: str = option(
+        "verl_bridge", "What answers an invalid action: our words or Search-R1's.", choices=("verl_bridge", "search_r1")
+    )
 
 
 @dataclass(frozen=True)
@@ -231,8 +288,8 @@ class VerlBridgeConfig:
     """Everything under ``verl_bridge:``.
 
     Raises:
-        ConfigError: from :meth:`from_mapping`, for an unknown key, a bad value, a value that is not built yet, a
-            routing table that breaks the bound ρ·s·λ_max·c_max ≤ κ, ``top_k`` below ``shown``, or ``url`` together
+        ConfigError: from :meth:`from_mapping`, for an unknown key, a bad value, a routing
+            table that breaks the bound ρ·s·λ_max·c_max ≤ κ, ``top_k`` below ``shown``, or ``url`` together
             with ``replicas`` or ``shards``.
     """
 

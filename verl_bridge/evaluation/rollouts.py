@@ -22,17 +22,13 @@ from verl_bridge.qa.actions import (
     OBSERVATION_HEAD,
     OBSERVATION_TAIL,
     RETRIEVAL_FAILED,
+    SEARCH_R1_CORRECTION,
     Action,
     parse_action,
 )
 from verl_bridge.qa.questions import gold_answers, json_rows
 from verl_bridge.trace import SearchTrace, SearchTurn, StopReason
 
-#: What Search-R1's loop says after a turn without a valid action.
-SEARCH_R1_CORRECTION = (
-    "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
-    "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
-)
 _NOTICES = (CORRECTION, RETRIEVAL_FAILED, NOTHING_FOUND, SEARCH_R1_CORRECTION)
 # Where a part of the text ends; what it holds is parse_action's to say. Every search is bounded by its find.
 _TURN_END = re.compile("|".join(["</search>", "</answer>", *(f"(?={re.escape(notice)})" for notice in _NOTICES)]))

@@ -29,6 +29,13 @@ CORRECTION = (
     "\n\nThat was not a valid action. To look something up, write one query between <search> and </search>. "
     "To finish, write the final answer between <answer> and </answer>.\n\n"
 )
+#: The same in the words of Search-R1 (github.com/PeterGriffinJin/Search-R1, Apache-2.0), for policies trained on them.
+SEARCH_R1_CORRECTION = (
+    "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
+    "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
+)
+#: By the name that ``verl_bridge.agent.correction`` takes.
+CORRECTIONS = {"verl_bridge": CORRECTION, "search_r1": SEARCH_R1_CORRECTION}
 #: What the model reads when the retriever failed: no information block, so nothing looks like evidence.
 RETRIEVAL_FAILED = "\n\nThe search failed and brought no documents. Try again or answer from what is known.\n\n"
 #: What the model reads when the retriever answered and had nothing.

@@ -7,12 +7,10 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from verl_bridge.qa.answers import is_yes_no, normalise
 
 
 @dataclass(frozen=True)
@@ -25,38 +23,20 @@ class Question:
     split: str | None = None
 
 
-@dataclass(frozen=True)
-class QuestionsReport:
-    """What a question file holds.
+def json_rows(path: Path, columns: Collection[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """Rows with the place that messages name: a line number in JSONL, a row number in parquet, both from 1.
 
-    Args:
-        questions: number of rows.
-        aliases: gold aliases in all.
-        yes_no: rows whose gold is a bare yes or no: alias hits say nothing there.
-        unmatchable: rows whose golds all normalise to nothing, so that no passage can hold them.
-        repeated: rows whose question text occurred before.
+    A thousand rows are read at a time. ``columns``: of a parquet file, read no others than these.
     """
-
-    questions: int
-    aliases: int
-    yes_no: int
-    unmatchable: int
-    repeated: int
-
-    def to_dict(self) -> dict[str, int]:
-        """Plain containers, ready for JSON."""
-        return asdict(self)
-
-
-def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Rows with the place that messages name: a line number in JSONL, a row number in parquet, both from 1."""
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
 
         number = 0
         try:
-            for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            file = pyarrow.parquet.ParquetFile(path)
+            names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
+            for batch in file.iter_batches(batch_size=1024, columns=names):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path} row {number}", row
@@ -109,14 +89,25 @@ def gold_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def question_of(row: Mapping[str, Any]) -> str | None:
+    """The question of a row: ``extra_info.question``, ``question``, else what its prompt asks; None without one.
+
+    Search-R1's prompt is an instruction that ends in "Question: " and the question; of another prompt it is all.
+    """
+    question = _mapping(row.get("extra_info")).get("question") or row.get("question")
+    prompt = row.get("prompt")
+    if question is None and isinstance(prompt, list) and prompt:
+        question = _mapping(prompt[-1]).get("content")
+        if isinstance(question, str):
+            question = question.rpartition("Question:")[2].strip()
+    return question if isinstance(question, str) and question.strip() else None
+
+
 def _parse(row: Any, where: str, number: int) -> Question:
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is not an object: write {{id, question, golden_answers}}")
-    question = row.get("question") or _mapping(row.get("extra_info")).get("question")
-    prompt = row.get("prompt")
-    if question is None and isinstance(prompt, list) and prompt:
-        question = _mapping(prompt[-1]).get("content")  # verl's chat-form prompt
-    if not isinstance(question, str) or not question.strip():
+    question = question_of(row)
+    if question is None:
         raise ValueError(f"{where} has no question: fill 'question' with text")
     identifier, split = row.get("id"), row.get("split")
     if split is not None and not isinstance(split, str):
@@ -143,14 +134,3 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
     if not questions:
         raise ValueError(f"questions file {path} is empty: it needs at least one row")
     return questions
-
-
-def check_questions(questions: list[Question]) -> QuestionsReport:
-    """Counts of what deserves a look before training."""
-    return QuestionsReport(
-        questions=len(questions),
-        aliases=sum(len(q.golden_answers) for q in questions),
-        yes_no=sum(is_yes_no(q.golden_answers) for q in questions),
-        unmatchable=sum(not any(map(normalise, q.golden_answers)) for q in questions),
-        repeated=len(questions) - len({q.question for q in questions}),
-    )

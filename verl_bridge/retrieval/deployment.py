@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from verl_bridge.retrieval.replica import DEPLOYMENT, NAMESPACE, Keeper, keeper_name
+from verl_bridge.retrieval.replica import DEPLOYMENT, NAMESPACE, ApplicationKeeper, keeper_name
 from verl_bridge.retrieval.retriever import check_call, open_retriever
 from verl_bridge.retrieval.sharding import ATTEMPTS, PAUSE
 
@@ -251,7 +251,7 @@ def _start_keeper(name: str, settings: dict[str, Any], shape: dict[str, Any]) ->
         raise taken
     try:
         return (
-            ray.remote(Keeper)
+            ray.remote(ApplicationKeeper)
             .options(
                 name=keeper_name(name),
                 namespace=NAMESPACE,

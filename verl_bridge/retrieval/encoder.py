@@ -104,7 +104,7 @@ class BaseEncoder:
         if normalize is False and "Normalize" in kinds:
             raise ValueError(f"normalize=False, but encoder {self.name!r} normalises by itself; leave normalize out")
         self.normalised = "Normalize" in kinds or bool(normalize)
-        self._normalize_here = self.normalised and "Normalize" not in kinds
+        self.adds_normalize = self.normalised and "Normalize" not in kinds  # the model itself does not
         if pooling is not None:
             self._set_pooling(pooling)
         if isinstance(getattr(self.model[0], "processing_kwargs", None), dict):
@@ -165,7 +165,7 @@ class BaseEncoder:
             parts.append(model(features)["sentence_embedding"].float())
         vectors = torch.cat(parts)[torch.tensor(order, device=self.model.device).argsort()]
         # a copy in a short format rounds what it normalised
-        again = self._normalize_here or (model is not self.model and self.normalised)
+        again = self.adds_normalize or (model is not self.model and self.normalised)
         return torch.nn.functional.normalize(vectors, dim=-1) if again else vectors
 
 
@@ -280,20 +280,26 @@ class QueryEncoder:
         """The base's description and the prefix of the queries."""
         return {**self.base.describe(), "query_prefix": self.query_prefix}
 
-    def encode_queries(self, queries: Sequence[str], *, training: bool = False) -> torch.Tensor:
+    def encode_queries(
+        self, queries: Sequence[str], *, training: bool = False, compute_dtype: str = "float32"
+    ) -> torch.Tensor:
         """Vectors of queries with the current adapter.
 
         Args:
             queries: the texts; serving and training pass the same string, the prefix is added here alone.
             training: keep the graph, so that gradients reach the adapter; values are the same either way.
+            compute_dtype: ``bfloat16`` does the matrix products in it, under autocast; the adapter stays in float32.
 
         Returns:
             float32 vectors, shape (queries, dim).
         """
         import torch
 
-        with torch.set_grad_enabled(training):
-            return self.base.encode([self.query_prefix + query for query in queries])
+        device, half = self.base.model.device.type, compute_dtype != "float32"
+        with torch.set_grad_enabled(training), torch.autocast(device, getattr(torch, compute_dtype), enabled=half):
+            vectors = self.base.encode([self.query_prefix + query for query in queries])
+            # one that was normalised in a short format is not quite of length 1
+            return torch.nn.functional.normalize(vectors, dim=-1) if half and self.base.normalised else vectors
 
     def lora_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The trainable parameters by name, in a fixed order."""

@@ -261,6 +261,12 @@ def read_actions(request: Any) -> list[Action | None]:
     return [None if done else parse_action(turn) for turn, done in zip(request.actions, finish, strict=True)]
 
 
+def no_answer(reason: str) -> dict[str, Any]:
+    """The answer to a query that could not be searched for, in the form of ``Retrieved.to_dict``."""
+    failed = {"status": "error", "error": short(reason), "ids": [], "scores": [], "documents": []}
+    return failed | {"adapter_version": None}
+
+
 def observe(action: Action | None, answer: dict[str, Any] | None, shown: int) -> tuple[dict[str, Any], bool, bool]:
     """What verl-tool is told about one turn: observation, done, valid.
 

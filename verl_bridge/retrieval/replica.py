@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from verl_bridge.retrieval.keeper import Keeper
 from verl_bridge.retrieval.retriever import Retriever, check_call, open_retriever
 from verl_bridge.retrieval.sharding import IndexShard, ShardedSearch, own_thread
 
@@ -118,8 +119,8 @@ def _try(retriever: Retriever, adapter: bytes) -> None:
     queries.set_adapter_state(state, version)
 
 
-class Keeper:
-    """Starts the application and keeps the adapter that serves now; calls are done in turn.
+class ApplicationKeeper(Keeper):
+    """Starts the application and keeps the adapter that serves now; version 0 is every encoder's own start.
 
     One process deploys, so that Serve sees the same application each time and changes it in place.
 
@@ -130,8 +131,8 @@ class Keeper:
     """
 
     def __init__(self, name: str, settings: dict[str, Any], shape: dict[str, Any]) -> None:
+        super().__init__()
         self._name, self._settings, self._shape = name, settings, shape
-        self._version, self._adapter = 0, None
         self._code = uuid.uuid4().hex
 
     def deploy(self) -> None:
@@ -156,7 +157,7 @@ class Keeper:
         return self._deployment(
             Replica,
             DEPLOYMENT,
-            user_config={"adapter_version": self._version, **batching},
+            user_config={"adapter_version": self.current()[0], **batching},
         ).bind(settings, self._name, shards, shape["threads"])
 
     def _deployment(self, part: type, name: str, **options: Any) -> Any:
@@ -177,23 +178,20 @@ class Keeper:
         # without a version of its own every deploy counts as new code, which restarts all replicas
         return deployment.options(version=self._code, _internal=True)
 
-    def current(self) -> tuple[int, bytes | None]:
-        """The version that serves and its bytes; version 0 is every encoder's own start and has none."""
-        return self._version, self._adapter
-
     def publish(self, adapter: bytes, version: int) -> int:
         """Makes a version the one to serve and tells Serve; returns how many replicas are to have it.
 
         Raises:
             ValueError: the version is not newer than the one that serves.
         """
-        again = version == self._version and adapter == self._adapter  # the last time it did not get through
-        if version <= self._version and not again:
-            known = "none" if self._adapter is None else hashlib.sha256(self._adapter).hexdigest()[:12]
+        serving, known = self.current()
+        again = (version, adapter) == (serving, known)  # the last time it did not get through
+        if version <= serving and not again:
+            digest = "none" if known is None else hashlib.sha256(known).hexdigest()[:12]
             raise ValueError(
-                f"version {version} is not newer than {self._version} (sha256 {known}), which serves; "
+                f"version {version} is not newer than {serving} (sha256 {digest}), which serves; "
                 "publish other bytes under a higher number"
             )
-        self._version, self._adapter = version, adapter
+        self.keep(version, adapter)
         self.deploy()
         return self._shape["replicas"]

@@ -148,7 +148,9 @@ def _add_searches(
         call = await read(request, models.observation)
         actions = _checked(protocol.read_actions, call)
         queries = {i: a.content for i, a in enumerate(actions) if a is not None and a.kind == "search"}
-        answers = {i: _no_answer("the query is too long") for i, q in queries.items() if len(q) > models.longest_query}
+        answers = {
+            i: protocol.no_answer("the query is too long") for i, q in queries.items() if len(q) > models.longest_query
+        }
         asked = [i for i in queries if i not in answers]
         if asked:
             try:
@@ -157,7 +159,7 @@ def _add_searches(
                 raise
             except Exception as error:  # the model has to read something, and nothing that looks like evidence
                 logger.exception("a retrieval failed")
-                found = [_no_answer(str(error) or type(error).__name__)] * len(asked)
+                found = [protocol.no_answer(str(error) or type(error).__name__)] * len(asked)
             answers |= zip(asked, found, strict=True)
         turns = [protocol.observe(action, answers.get(i), shown) for i, action in enumerate(actions)]
         observations, dones, valids = zip(*turns, strict=True)
@@ -230,17 +232,6 @@ def _checked(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except Invalid as error:
         raise HTTPException(error.status, str(error)) from None
-
-
-def _no_answer(reason: str) -> dict[str, Any]:
-    return {
-        "status": "error",
-        "error": short(reason),
-        "ids": [],
-        "scores": [],
-        "documents": [],
-        "adapter_version": None,
-    }
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -217,6 +217,10 @@ class RetrieverService:
         """One update by the learner; searches wait and then see the new version. Raises ValueError without learner."""
         return await self._batcher.run(self._changed, self._learner().update, batch)
 
+    async def known_versions(self) -> list[int]:
+        """The versions that a turn to learn from may have been served by."""
+        return await self._batcher.run(lambda: self._learner().known_versions())
+
     async def save(self, directory: str) -> None:
         """Writes the learner's checkpoint, which holds the adapter in ``adapter/``."""
         await self._batcher.run(self._learner().save, directory)

@@ -10,6 +10,7 @@ from verl_bridge.config.schema import ConfigError
 from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config
 
 PATHS = {"encoder": "e", "index": "i", "corpus": "c"}
+ON = {"enable": True}
 
 
 def config(
@@ -20,11 +21,13 @@ def config(
     retriever=PATHS,
     mode="bridge_sync",
     use_v1=True,
-    bridge=False,
+    bridge=None,
     fused=False,
     bypass=False,
     strategy="fsdp2",
     dataset=None,
+    actor=None,
+    distillation=False,
 ):
     return OmegaConf.create(
         {
@@ -33,10 +36,11 @@ def config(
             "trainer": {"use_v1": use_v1, "v1": {"trainer_mode": mode}},
             "actor_rollout_ref": {
                 "model": {"use_fused_kernels": fused},
-                "actor": {"policy_loss": {"loss_mode": loss}, "strategy": strategy},
+                "actor": {"policy_loss": {"loss_mode": loss}, "strategy": strategy, **(actor or {})},
                 "rollout": {"agent": {"default_agent_loop": loop}},
             },
-            "verl_bridge": {"gca": gca or {}, "bridge": {"enable": bridge}, "retriever": retriever},
+            "distillation": {"enabled": distillation},
+            "verl_bridge": {"gca": gca or {}, "bridge": bridge or {}, "retriever": retriever},
         }
     )
 
@@ -67,7 +71,7 @@ def test_verl_sees_its_own_names(estimator, gca, base):
         ({"retriever": {**PATHS, "index": None}}, "verl_bridge.retriever.index is not set.*index build"),
         ({"retriever": {"index": "i"}}, "verl_bridge.retriever.corpus is not set"),
         (
-            {"retriever": {"url": "http://a:1", "index": "i"}, "bridge": True},
+            {"retriever": {"url": "http://a:1", "index": "i"}, "bridge": ON},
             r"verl_bridge.retriever.corpus is not set.*the learner reads it, also where servers answer",
         ),
         (
@@ -77,7 +81,9 @@ def test_verl_sees_its_own_names(estimator, gca, base):
         ({"gca": {"enable": True}, "loss": "clip_cov"}, "loss_mode=clip_cov.*vanilla or gspo"),
         ({"estimator": "grop"}, "algorithm.adv_estimator='grop' is no advantage estimator"),
         ({"gca": {"base_estimator": "rloo"}}, "base_estimator='rloo' with verl_bridge.gca.enable=false"),
-        ({"mode": "colocate_async"}, "trainer_mode=colocate_async is verl's own trainer: set it to bridge_sync"),
+        ({"mode": "sync"}, "trainer_mode=sync is verl's own trainer: set it to bridge_sync"),
+        ({"mode": "colocate_async"}, "trainer_mode=colocate_async is verl's own .*set it to bridge_colocate_async"),
+        ({"mode": "separate_async"}, "trainer_mode=separate_async is verl's own .*set it to bridge_separate_async"),
         ({"gca": {"enable": True}, "fused": True}, "use_fused_kernels=true makes no logits.*salience=uniform"),
         ({"gca": {"enable": True}, "bypass": True}, "bypass_mode=true skips the pass.*salience=uniform"),
         ({"gca": {"enable": True}, "strategy": "megatron"}, "strategy=megatron has no hook.*salience=uniform"),
@@ -94,9 +100,57 @@ def test_refusals_name_key_value_and_fix(kwargs, message):
         prepared(**kwargs)
 
 
+TWO = {**ON, "estimator": "two_state"}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"bridge": {**ON, "schedule": "joint", "estimator": "drop"}},
+            r"bridge\.schedule=joint with verl_bridge\.bridge\.estimator=drop.*one of the two to bridge",
+        ),
+        (
+            {"bridge": {**ON, "schedule_steps": 3}},
+            r"schedule_steps=3 with schedule=bridge, .*rag_then_rl or rl_then_rag",
+        ),
+        ({"bridge": {**TWO, "interval": 2}}, r"bridge\.interval=2 with .*estimator=two_state.*set interval=1"),
+        ({"bridge": TWO, "loss": "gspo"}, r"policy_loss\.loss_mode=gspo with .*two_state.*use vanilla, or set"),
+        (
+            {"bridge": TWO, "actor": {"loss_agg_mode": "token-sum"}},
+            "actor.loss_agg_mode=token-sum with .*use token-mean or seq-mean-token-sum or seq-mean-token-mean, or set",
+        ),
+        ({"bridge": TWO, "actor": {"use_kl_loss": True}}, "actor.use_kl_loss=true with .*set it false, or set"),
+        ({"bridge": TWO, "actor": {"entropy_coeff": 0.01}}, "actor.entropy_coeff=0.01 with .*set it to 0, or set"),
+        ({"bridge": TWO, "actor": {"shuffle": True}}, "actor.shuffle=true with .*set it false, or set"),
+        ({"bridge": TWO, "distillation": True}, "distillation.enabled=true with .*set it false, or set estimator"),
+    ],
+)
+def test_schedules_and_estimators_that_cannot_be(kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        prepared(**kwargs)
+    # what does not learn is not looked at
+    assert prepared(**{**kwargs, "bridge": {**kwargs["bridge"], "enable": False}})[1] == "grpo"
+
+
+@pytest.mark.parametrize(
+    "bridge",
+    [
+        {"schedule": "rag_then_rl", "schedule_steps": 3},
+        {"schedule": "joint", "interval": 2},
+        {"estimator": "drop", "interval": 2},
+        {"estimator": "two_state"},
+    ],
+)
+def test_schedules_and_estimators_that_can(bridge):
+    losses = {"loss_agg_mode": "seq-mean-token-sum", "use_kl_loss": False, "entropy_coeff": 0.0, "ppo_epochs": 2}
+    assert prepared(bridge={**ON, **bridge}, actor=losses)[1] == "grpo"
+
+
 def test_servers_alone_need_no_files_and_an_index_names_its_encoder():
     assert prepared(retriever={"url": "http://a:1"})[1] == "grpo"
-    assert prepared(retriever={**PATHS, "encoder": None}, bridge=True)[1] == "grpo"
+    assert prepared(retriever={"url": "http://a:1"}, bridge={**ON, "schedule": "frozen"})[1] == "grpo"
+    assert prepared(retriever={**PATHS, "encoder": None}, bridge=ON)[1] == "grpo"
 
 
 def test_other_losses_are_fine_without_gca():

@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from omegaconf import OmegaConf
 
+from verl_bridge.integrations.verl import preflight
 from verl_bridge.integrations.verl.preflight import Preflight, check_run
 
 
@@ -95,6 +96,23 @@ def test_refusals(config, tmp_path, key, value, message):
     OmegaConf.update(config, key, value.format(tmp_path) if isinstance(value, str) else value, force_add=True)
     with pytest.raises(ValueError, match=message):
         check_run(config)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "mode"),
+    [
+        ("bridge_sync", "sync"),
+        ("bridge_colocate_async", "colocate_async"),
+        ("bridge_separate_async", "separate_async"),
+        ("a_subclass_of_ours", "sync"),
+    ],
+)
+def test_the_mode_checked_is_the_chosen_trainers(config, monkeypatch, trainer, mode):
+    seen = []
+    monkeypatch.setattr(preflight, "prepare_config", lambda config, settings, verl_mode: seen.append(verl_mode))
+    config.trainer.v1.trainer_mode = trainer
+    check_run(config)
+    assert seen == [mode]
 
 
 def test_an_index_of_another_corpus_is_refused_naming_both_sizes(config, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import numpy as np
@@ -14,7 +15,10 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 from transfer_queue import KVBatchMeta
 
 from verl_bridge import credit
+from verl_bridge.algorithms.grounding import RolloutType
 from verl_bridge.config.schema import GCAConfig
+from verl_bridge.evaluation.rollouts import read_rollouts as saved_rollouts
+from verl_bridge.integrations.rollout_batch import save_rollouts
 from verl_bridge.integrations.verl import rollouts
 from verl_bridge.integrations.verl.salience import ENTROPY, MARGIN
 from verl_bridge.trace import SearchTrace, SearchTurn
@@ -93,6 +97,20 @@ def test_an_engine_without_the_hook_ends_in_a_refusal_that_names_the_way_out(rea
             margin=batch.columns.get(MARGIN),
             top_entropy=batch.columns.get(ENTROPY),
         )
+
+
+def test_saved_rollouts_are_read_by_the_evaluation(read, tmp_path):
+    """What a step leaves, whatever its file is called: all of a batch, or one of a step's several."""
+    batch = read([])
+    file = tmp_path / "rollouts" / "step_000001_0.jsonl"
+    save_rollouts(file, batch, torch.tensor([RolloutType.A, RolloutType.C]), step=1)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["step"], row["uid"], row["reward"], row["type"]) for row in rows] == [
+        (1, "u", 1, "A"),
+        (1, "u", 0, "C"),
+    ]
+    assert [(row.trace, row.reward) for row in saved_rollouts(file)] == [(trace(3), 1), (trace(5), 0)]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
 def test_rollouts_of_another_agent_loop_are_refused(read):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,48 +10,51 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
 
 from verl_bridge import credit
 from verl_bridge.algorithms.grounding import RolloutType
-from verl_bridge.bilevel.updater import UpdateResult
+from verl_bridge.bilevel.learner import AdapterLearner
+from verl_bridge.bilevel.two_state import TwoStateUpdater
+from verl_bridge.bilevel.updater import RetrieverUpdater, UpdateResult
 from verl_bridge.config import VerlBridgeConfig
-from verl_bridge.integrations.verl import trainer
+from verl_bridge.integrations import methods
+from verl_bridge.integrations.verl import mixin
+from verl_bridge.integrations.verl.correction import Correction
 from verl_bridge.integrations.verl.rollouts import RolloutBatch
 from verl_bridge.trace import SearchTrace, SearchTurn
 
 DOCUMENTS = {i: {"id": i, "title": i, "text": f"{i} Lima" if i == "b" else i} for i in "ab"}
 
 
-def call(events, name, answer=None):
-    """A method of an actor."""
-
-    def remote(*arguments):
-        events.append((name, *arguments))
-        return answer(*arguments) if callable(answer) else answer
-
-    return SimpleNamespace(remote=remote)
-
-
 class Retrieval:
     """TrainerRetrieval's place: the learner at version 3, which everybody serves."""
 
-    def __init__(self, events, publishes):
-        self.events, self.publishes, self.stale = events, publishes, None
-        self.actor = SimpleNamespace(
-            documents=call(events, "documents", lambda ids: [DOCUMENTS[i] for i in ids]),
-            update=call(events, "update", UpdateResult(4, {"bridge/loss": 0.5})),
-            load=call(events, "load"),
-            save=call(events, "save"),
-            save_adapter=call(events, "save_adapter"),
-        )
+    def __init__(self, events):
+        self.events = events
 
-    def check_served(self, versions):
-        self.events.append(("check_served", list(versions)))
-        if self.stale:
-            raise self.stale
+    def documents(self, ids):
+        self.events.append(("documents", ids))
+        return [DOCUMENTS[i] for i in ids]
 
-    def publish(self, *, begin=False):
-        self.events.append(("publish", begin))
+    def check_served(self, versions, *, older=False):
+        self.events.append(("check_served", list(versions), older))
+
+    def known_versions(self):
+        return {3}
+
+    def update(self, batch):
+        self.events.append(("update", batch))
+        return UpdateResult(4, {"bridge/loss": 0.5})
+
+    def load(self, folder):
+        self.events.append(("load", str(folder)))
+
+    def save(self, folder):
+        self.events.append(("save", str(folder)))
+
+    def save_adapter(self, folder):
+        self.events.append(("save_adapter", str(folder)))
 
     def recall(self, probe, shown):
         return {"recall_shown": 0.5, "n": float(len(probe)), "adapter_version": 3.0}
@@ -67,8 +71,24 @@ class Verl:
     """What the mixin calls of verl's trainer."""
 
     fails = None
+    parameter_sync_step, local_trigger_step = 1, 0
+
+    def _init_dataloader(self):
+        self.train_dataset = self.val_dataset = SimpleNamespace(dataframe=[])
+
+    def _step_once(self, metrics, timing_raw, sample_batch_size):
+        batch = self._compute_advantage(KVBatchMeta(partition_id="train"), metrics)
+        return self._update_actor(self._update_critic(batch, metrics), metrics)
 
     def _compute_advantage(self, batch, metrics):
+        return batch
+
+    def _update_critic(self, batch, metrics):
+        self.events.append(("critic",))
+        return batch
+
+    def _update_actor(self, batch, metrics):
+        self.events.append(("actor", list(batch.keys), self.config.actor_rollout_ref.actor.ppo_mini_batch_size))
         return batch
 
     def fit(self, agent_loop_manager):
@@ -89,34 +109,40 @@ class Verl:
 class Letters:
     """A tokenizer."""
 
+    eos_token_id = 0
+
     def encode(self, text, **_):
         return list(text.encode())
 
 
-class Trainer(trainer.SearchTrainerMixin, Verl):
+class Trainer(mixin.SearchTrainerMixin, Verl):
     verl_mode = "sync"
 
-    def __init__(self, tmp_path, *, bridge=True, publishes=True):
-        self.settings = VerlBridgeConfig.from_mapping({"bridge": {"enable": bridge}})
+    def __init__(self, tmp_path, bridge=None, gca=None, **settings):
+        self.settings = VerlBridgeConfig.from_mapping(
+            {"bridge": {"enable": True, **(bridge or {})}, "gca": gca or {}, **settings}
+        )
+        rollout = {"log_prob_max_token_len_per_gpu": 512, "temperature": 1.0, "n": 2}
+        actor = {"ppo_mini_batch_size": 1, "ppo_max_token_len_per_gpu": 300, "use_dynamic_bsz": True}
+        actor["loss_agg_mode"] = "token-mean"
         self.config = OmegaConf.create(
             {
                 "algorithm": {},
+                "data": {"seed": 3},
                 "trainer": {"default_local_dir": str(tmp_path), "resume_mode": "auto"},
-                "actor_rollout_ref": {"rollout": {"log_prob_max_token_len_per_gpu": 512, "temperature": 1.0}},
+                "actor_rollout_ref": {"rollout": rollout, "actor": actor},
             }
         )
         self.events, self.timing_raw, self.probe = [], {}, [("q", ["Lima"])]
-        self.retrieval = Retrieval(self.events, publishes)
-        self.retriever = self.retrieval.actor
-        self.base_estimator, self.global_steps, self.resumed_step = "grpo", 7, 5
-        self.actor_rollout_wg = None
+        self.retrieval = Retrieval(self.events)
+        self.base_estimator, self.global_steps, self.resumed_step, self.first_phase = "grpo", 7, 5, 7
+        self.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
         self.tokenizer = Letters()
 
 
 @pytest.fixture(autouse=True)
-def no_ray(monkeypatch):
-    monkeypatch.setattr(trainer.ray, "get", lambda value: value)
-    monkeypatch.setattr(trainer, "score_answers", lambda group, sequences, **_: [-1.0] * len(sequences))
+def no_workers(monkeypatch):
+    monkeypatch.setattr(mixin, "answer_log_probs", lambda group, sequences, **_: [-torch.ones(1)] * len(sequences))
 
 
 def rollouts():
@@ -139,76 +165,132 @@ def rollouts():
     )
 
 
-def update(made):
-    batch = rollouts()
-    return made._update_retriever(
-        batch, credit.batch_signals(batch.traces, batch.group_index), torch.tensor([0.7, -0.7])
-    )
-
-
 def names(made):
     return [event[0] for event in made.events]
 
 
-def test_an_update_is_published_after_it_was_made_and_its_time_is_told(tmp_path):
-    made = Trainer(tmp_path)
-    metrics = update(made)
-    assert names(made) == ["documents", "check_served", "update", "publish"] and metrics["bridge/loss"] == 0.5
-    batch = made.events[2][1]
-    # the failed search is no turn of the batch; the one that was answered keeps the version that served it
-    assert made.events[1] == ("check_served", [3]) and batch.adapter_version == [3] and batch.queries == ["q"]
-    assert batch.candidate_ids == [("a", "b")] and batch.hits == [[False, True]]
-    assert batch.advantages == [pytest.approx(0.7)] and batch.rl_mask == [True]
-    assert made.events[3] == ("publish", False)
-    assert {"likelihood", "retriever_update", "publish_adapter"} == set(made.timing_raw)
+def run_step(made, monkeypatch, batch=None):
+    """One local step of verl's over a batch."""
+    monkeypatch.setattr(mixin, "read_rollouts", lambda *_: batch or rollouts())
+    monkeypatch.setattr(methods, "save_rollouts", lambda file, *_, **__: made.events.append(("traces", file.name)))
+    metrics: dict = {}
+    made._step_once(metrics, made.timing_raw, 2)
+    return metrics
 
 
-@pytest.mark.parametrize(("context", "ids"), [("question", (1,)), ("prefix", (1, 11, 12, 13, 14))])
-def test_what_precedes_the_document(tmp_path, monkeypatch, context, ids):
-    """The question's prompt, or the trajectory up to and including the query: the first turn's span is 0 to 4."""
-    planned = []
-    plan = trainer.plan_likelihoods
-
-    def remember(turns, *args, **kwargs):
-        planned.append((turns, kwargs["after_query"]))
-        return plan(turns, *args, **kwargs)
-
-    monkeypatch.setattr(trainer, "plan_likelihoods", remember)
-    made = Trainer(tmp_path)
-    made.settings = VerlBridgeConfig.from_mapping({"bridge": {"enable": True, "likelihood_context": context}})
-    update(made)
-    ((turns, after_query),) = planned
-    assert turns[0].context_ids == ids and after_query is (context == "prefix")
+LEARNING = ["check_served", "documents", "update"]
 
 
-def test_the_learner_encodes_what_the_rollouts_searched_for(tmp_path):
-    made = Trainer(tmp_path)
-    made.settings = VerlBridgeConfig.from_mapping(
-        {"bridge": {"enable": True}, "retriever": {"query_input": "question_query"}}
-    )
-    update(made)
-    assert made.events[2][1].queries == ["? q"]
+@pytest.mark.parametrize(
+    ("bridge", "happens"),
+    [
+        ({}, [*LEARNING, "traces", "critic", "actor"]),
+        ({"schedule": "frozen"}, ["traces", "critic", "actor"]),
+        ({"schedule": "joint"}, ["traces", "critic", "actor", *LEARNING]),
+        ({"schedule": "rag_then_rl"}, [*LEARNING, "traces"]),
+        ({"schedule": "rl_then_rag"}, ["traces", "critic", "actor"]),
+        ({"interval": 2}, ["traces", "critic", "actor"]),
+        ({"interval": 7}, [*LEARNING, "traces", "critic", "actor"]),
+        ({"enable": False}, ["traces", "critic", "actor"]),
+    ],
+)
+def test_who_learns_in_step_7_of_a_first_phase_of_7(tmp_path, monkeypatch, bridge, happens):
+    made = Trainer(tmp_path, bridge=bridge)
+    metrics = run_step(made, monkeypatch)
+    assert names(made) == happens
+    assert metrics.get("bridge/loss") == (0.5 if "update" in happens else None)
+    phased = "then" in bridge.get("schedule", "")
+    assert metrics.get("bridge/schedule/policy_learns") == (float("actor" in happens) if phased else None)
+    made.events.clear()
+    made.global_steps = 8
+    run_step(made, monkeypatch)
+    if phased:  # the second phase
+        others = {"rag_then_rl": ["traces", "critic", "actor"], "rl_then_rag": [*LEARNING, "traces"]}
+        assert names(made) == others[bridge["schedule"]]
 
 
-def test_an_actor_alone_has_nothing_to_publish(tmp_path):
-    made = Trainer(tmp_path, publishes=False)
-    update(made)
-    assert names(made) == ["documents", "check_served", "update"] and "publish_adapter" not in made.timing_raw
+def test_batches_of_a_step_count_and_have_files_of_their_own(tmp_path, monkeypatch):
+    made = Trainer(tmp_path, bridge={"interval": 3})
+    made.parameter_sync_step, made.global_steps = 2, 2  # batches 3 and 4
+    learnt = []
+    for made.local_trigger_step in (0, 1):
+        made.events.clear()
+        run_step(made, monkeypatch)
+        learnt.append("update" in names(made))
+        assert ("traces", f"step_000002_{made.local_trigger_step}.jsonl") in made.events
+    assert learnt == [True, False]
+    made.parameter_sync_step = 1
+    run_step(made, monkeypatch)
+    assert made.events[-3] == ("traces", "step_000002.jsonl")
 
 
-def test_rollouts_of_another_version_stop_the_run_before_the_learner_sees_them(tmp_path):
-    made = Trainer(tmp_path)
-    made.retrieval.stale = RuntimeError("answered by adapter version 0")
-    with pytest.raises(RuntimeError, match="answered by adapter version 0"):
-        update(made)
-    assert names(made) == ["documents", "check_served"]
+def test_what_the_settings_make_of_the_step(tmp_path):
+    chosen = {"likelihood_context": "prefix", "golds": "best", "length_normalise": True, "token_budget": 99}
+    made = Trainer(tmp_path, bridge={**chosen, "gamma": 0.5, "tau_likelihood": 2.0, "micro_batch_tokens": 400})
+    step = made._retriever_step()
+    assert (step.prefix, step.all_golds, step.length_normalise, step.token_budget) == (True, True, True, 99)
+    assert (step.max_tokens, step.synchronous, step.correction_scale) == (400, True, 0.25)
+    made = Trainer(tmp_path, bridge={"estimator": "two_state"}, retriever={"query_input": "question_query"})
+    made.verl_mode = "colocate_async"
+    step = made._retriever_step()
+    # its sequences go through the policy update, too, whose micro-batches hold 300 tokens
+    assert (step.max_tokens, step.synchronous, step.query_input) == (300, False, "question_query")
+    assert not step.prefix and not step.all_golds and step.token_budget is None
 
 
-def test_a_resumed_run_publishes_what_it_loaded(tmp_path):
+@pytest.mark.parametrize(
+    ("bridge", "mode", "kind", "objective", "updates", "staleness"),
+    [
+        ({}, "sync", RetrieverUpdater, "penalised", 10, 0),
+        ({"estimator": "drop"}, "colocate_async", RetrieverUpdater, "rag", 10, 8),
+        ({"schedule": "joint", "interval": 3}, "sync", RetrieverUpdater, "rl", 3, 0),
+        ({"schedule": "rag_then_rl"}, "sync", RetrieverUpdater, "rag", 5, 0),
+        ({"schedule": "rl_then_rag", "schedule_steps": 3}, "sync", RetrieverUpdater, "rag", 7, 0),
+        ({"estimator": "two_state", "max_staleness": 1}, "separate_async", TwoStateUpdater, None, 10, 1),
+    ],
+)
+def test_the_updater_of_a_run_of_10_steps(tmp_path, monkeypatch, bridge, mode, kind, objective, updates, staleness):
+    learning = {"lr_schedule": "cosine", "lr_warmup": 2, "weight_decay": 0.1, "max_grad_norm": 2.0}
+    made = Trainer(tmp_path, bridge={**bridge, **learning, "compute_dtype": "auto"})
+    made.verl_mode, made.total_training_steps, started = mode, 10, {}
+    monkeypatch.setattr(methods, "TrainerRetrieval", lambda _, **given: started.update(given))
+    made._init_dataloader()
+    updater = started["updater"]
+    given = updater.keywords
+    assert updater.func is kind and given.get("objective") == objective
+    assert (given["total_updates"], given["max_staleness"], given["seed"]) == (updates, staleness, 3)
+    assert {name: given[name] for name in learning} == learning and given["compute_dtype"] == "auto"
+    others = {"objective", "minibatch_size", "epochs", "max_staleness", "seed"}
+    assert given.keys() - others <= inspect.signature(AdapterLearner).parameters.keys()
+
+
+def test_a_correction_goes_into_one_policy_update_and_is_gone(tmp_path, monkeypatch):
+    made = Trainer(tmp_path, bridge={"estimator": "two_state"})
+    correction, entered = Correction([((1,), (2,))], [torch.zeros(1)], [0.5]), []
+
+    @contextmanager
+    def rows(batch, given, **sizes):
+        entered.append((given, sizes))
+        yield KVBatchMeta(partition_id="train", keys=["0", "1", "c0", "c1"], tags=[{}] * 4), 4
+
+    monkeypatch.setattr(mixin, "correction_rows", rows)
+    made._correction, metrics = correction, {}
+    batch = KVBatchMeta(partition_id="train", keys=["0", "1"], tags=[{}] * 2)
+    assert made._update_actor(batch, metrics) is batch
+    # two rollouts a prompt: verl's mini-batch of one prompt holds the two further rows as a second one
+    assert made.events == [("actor", ["0", "1", "c0", "c1"], 2)] and metrics == {"bridge/correction/rows": 2.0}
+    sizes = {"loss_agg_mode": "token-mean", "mini_batch_rows": 2, "ranks": 1, "multiple": 2, "pad_token": 0}
+    assert entered == [(correction, sizes)]
+    assert made.config.actor_rollout_ref.actor.ppo_mini_batch_size == 1
+    assert made._update_actor(batch, {}) is batch and made.events[-1] == ("actor", ["0", "1"], 1)
+
+
+def test_a_resumed_run_loads_its_retriever(tmp_path):
     made = Trainer(tmp_path)
     made._load_checkpoint()
-    assert made.events == [("load", str(tmp_path / "global_step_5" / "retriever")), ("publish", True)]
-    for changes in ({"resumed_step": 0}, {"settings": VerlBridgeConfig()}):
+    assert made.events == [("load", str(tmp_path / "global_step_5" / "retriever"))]
+    frozen = VerlBridgeConfig.from_mapping({"bridge": {"enable": True, "schedule": "frozen"}})
+    for changes in ({"resumed_step": 0}, {"settings": VerlBridgeConfig()}, {"settings": frozen}):
         fresh = Trainer(tmp_path)
         vars(fresh).update(changes)
         fresh._load_checkpoint()
@@ -224,9 +306,10 @@ def test_serving_ends_with_the_training_however_it_ends(tmp_path):
     with pytest.raises(ValueError, match="out of memory"):
         made.fit(None)
     assert names(made) == ["fit", "stop"]
-    plain = Trainer(tmp_path, bridge=False)
-    plain.fit(None)
-    assert names(plain) == ["fit", "stop"]
+    for without in ({"enable": False}, {"schedule": "frozen"}):
+        plain = Trainer(tmp_path, bridge=without)
+        plain.fit(None)
+        assert names(plain) == ["fit", "stop"]
 
 
 def test_recall_of_whoever_serves_is_logged_at_validations(tmp_path):
@@ -307,11 +390,10 @@ def test_a_failed_oracle_search_leaves_the_type_that_the_group_gives(tmp_path):
 @pytest.fixture
 def step(tmp_path, monkeypatch):
     """A trainer with GCA on, whose batch is ``step.batch``."""
-    made = Trainer(tmp_path, bridge=False)
-    made.settings = VerlBridgeConfig.from_mapping({"gca": {"enable": True, "salience": "uniform"}, "trace_interval": 0})
+    made = Trainer(tmp_path, bridge={"enable": False}, gca={"enable": True, "salience": "uniform"}, trace_interval=0)
     made.batch, made.written = rollouts(), []
-    monkeypatch.setattr(trainer, "read_rollouts", lambda batch, columns: made.batch)
-    monkeypatch.setattr(trainer, "write_advantages", lambda batch, _, advantages: made.written.append(advantages))
+    monkeypatch.setattr(mixin, "read_rollouts", lambda batch, columns: made.batch)
+    monkeypatch.setattr(mixin, "write_advantages", lambda batch, _, advantages: made.written.append(advantages))
     return made
 
 
@@ -367,27 +449,42 @@ def test_the_time_of_gca_is_all_of_it_and_nothing_of_bridge(step, monkeypatch):
         made = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *arguments, **more: (events.append(name), made(*arguments, **more))[1])
 
-    monkeypatch.setattr(trainer, "marked_timer", timer)
+    monkeypatch.setattr(mixin, "marked_timer", timer)
     monkeypatch.setattr(step, "_update_retriever", lambda *_: events.append("bridge") or {})
-    for where, name in ((step, "_signals"), (trainer, "grounding_metrics"), (credit, "ground")):
+    for where, name in ((step, "_signals"), (methods, "grounding_metrics"), (credit, "ground")):
         told(where, name)
     step._compute_advantage(None, {})
     before = ["gca starts", "_signals", "grounding_metrics", "gca ends"]
     assert events == [*before, "bridge", "gca starts", "ground", "gca ends"] and len(step.written) == 1
 
 
-def test_serving_ends_when_verls_trainer_cannot_be_made(monkeypatch):
+def test_the_retriever_starts_with_the_data_and_serving_ends_when_the_rest_cannot(tmp_path, monkeypatch):
     class Broken:
-        def __init__(self, config):
+        total_training_steps = 4
+
+        def init(self):
+            self._init_dataloader()
             raise MemoryError("no room for the workers")
 
-    class BrokenTrainer(trainer.SearchTrainerMixin, Broken):
-        verl_mode = "sync"
+        def _init_dataloader(self):
+            self.train_dataset = self.val_dataset = SimpleNamespace(dataframe=[])
 
-    events = []
-    monkeypatch.setattr(trainer, "load_settings", lambda config: VerlBridgeConfig())
-    monkeypatch.setattr(trainer, "prepare_config", lambda *_: "grpo")
-    monkeypatch.setattr(trainer, "TrainerRetrieval", lambda *_, **__: Retrieval(events, False))
+    class BrokenTrainer(mixin.SearchTrainerMixin, Broken):
+        verl_mode = "sync"
+        parameter_sync_step = 1
+
+        def __init__(self):
+            self.settings = VerlBridgeConfig.from_mapping({"bridge": {"enable": True, "schedule": "rag_then_rl"}})
+            self.config = OmegaConf.create({"data": {"seed": 3}})
+
+    events, started = [], {}
+    monkeypatch.setattr(methods, "TrainerRetrieval", lambda *_, **more: started.update(more) or Retrieval(events))
+    made = BrokenTrainer()
     with pytest.raises(MemoryError, match="no room"):
-        BrokenTrainer(OmegaConf.create({"data": {}}))
-    assert events == [("stop",)]
+        made.init()
+    assert events == [("stop",)] and made.first_phase == 2
+    assert started["updater"].keywords["total_updates"] == 2 and started["seed"] == 3 and started["worker"] == "shared"
+    made.settings = VerlBridgeConfig.from_mapping({"bridge": {"enable": True, "schedule": "frozen"}})
+    with pytest.raises(MemoryError, match="no room"):
+        made.init()
+    assert started["updater"] is None

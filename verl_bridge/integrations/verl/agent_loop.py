@@ -7,10 +7,9 @@ ids are never re-made by decoding and encoding: what the model sampled is what i
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -18,10 +17,11 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl.utils.profiler import simple_timer
 
 from verl_bridge.config import load_settings
-from verl_bridge.integrations.verl.retrieval import search_source
+from verl_bridge.integrations.tokens import encode_text
+from verl_bridge.integrations.verl.sources import search_source
 from verl_bridge.plugin import AGENT_LOOP
 from verl_bridge.qa.actions import (
-    CORRECTION,
+    CORRECTIONS,
     NOTHING_FOUND,
     OBSERVATION_HEAD,
     OBSERVATION_TAIL,
@@ -30,7 +30,7 @@ from verl_bridge.qa.actions import (
     format_observation,
     read_turn,
 )
-from verl_bridge.qa.questions import gold_answers
+from verl_bridge.qa.questions import gold_answers, question_of
 from verl_bridge.retrieval.corpus import Document
 from verl_bridge.retrieval.retriever import search_text
 from verl_bridge.trace import SearchTrace, SearchTurn, Span, StopReason
@@ -73,6 +73,8 @@ class SearchAgentLoop(AgentLoopBase):
         settings = load_settings(self.config)
         self.agent, self.retriever = settings.agent, settings.retriever
         self.response_length = self.rollout_config.response_length
+        self.turn_tokens = self.agent.turn_tokens or self.response_length
+        self.correction = CORRECTIONS[self.agent.correction]
         # A tag that is one token stops generation by id; otherwise the server has to match the text.
         ids = [self.tokenizer.encode(tag, add_special_tokens=False) for tag in STOP_TAGS]
         if all(len(tag) == 1 for tag in ids):
@@ -97,7 +99,7 @@ class SearchAgentLoop(AgentLoopBase):
         request_id = uuid4().hex
 
         for turn in range(self.agent.max_turns):
-            room = self.response_length - len(response.ids)
+            room = min(self.turn_tokens, self.response_length - len(response.ids))
             if room < 1:
                 stop_reason = "length"
                 break
@@ -137,7 +139,7 @@ class SearchAgentLoop(AgentLoopBase):
                 with simple_timer("tool_calls", metrics):
                     record, text = await self._search(action.content, _question(kwargs, messages))
             else:
-                record, text = ({"query": action.content} if action.kind == "search" else {}), CORRECTION
+                record, text = ({"query": action.content} if action.kind == "search" else {}), self.correction
             observation_ids, observation = self._encode_observation(text)
             if last or len(observation_ids) >= room:
                 # Nothing can be sampled after it, so it would be shown to nobody: it does not enter the context.
@@ -215,17 +217,5 @@ class SearchAgentLoop(AgentLoopBase):
         return head + body_ids + tail, OBSERVATION_HEAD + kept + OBSERVATION_TAIL
 
 
-def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of text that a corpus had a part in: control tokens spelt out in it stay text."""
-    return _text_tokenizer(tokenizer).encode(text, add_special_tokens=False, split_special_tokens=True)
-
-
-@lru_cache(maxsize=4)
-def _text_tokenizer(tokenizer: Any) -> Any:
-    """A copy of our own: the switch is a state of the tokenizer, and verl uses the shared one from other threads."""
-    return copy.deepcopy(tokenizer)
-
-
 def _question(kwargs: dict[str, Any], messages: list[dict[str, Any]]) -> str:
-    question = (kwargs.get("extra_info") or {}).get("question")
-    return str(question) if question else str(messages[-1]["content"])
+    return question_of({**kwargs, "prompt": messages}) or str(messages[-1]["content"])

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
 from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.config.schema import ConfigError
-from verl_bridge.plugin import AGENT_LOOP, ESTIMATOR, TRAINER
-from verl_bridge.qa.questions import gold_answers
-
-VERL_MODES = ("sync", "colocate_async", "separate_async")
-#: verl's estimators whose advantage compares a rollout with the others of its prompt.
-GROUP_RELATIVE = frozenset(
-    {
-        "grpo",
-        "grpo_vectorized",
-        "grpo_passk",
-        "rloo",
-        "rloo_vectorized",
-        "reinforce_plus_plus_baseline",
-        "opo",
-        "gpg",
-        "gdpo",
-        "optimal_token_baseline",
-        "tir_optimal_token_baseline",
-    }
+from verl_bridge.integrations.checks import (
+    GROUP_RELATIVE,
+    UNFIT_LOSSES,
+    check_gold_answers,
+    read_probe,
+    trains_adapter,
 )
-#: Policy losses that average or branch on advantages again, so that a token's residual would not reach its gradient.
-UNFIT_LOSSES = ("geo_mean", "clip_cov", "kl_cov")
+from verl_bridge.integrations.verl.correction import LOSS_AGG_MODES
+from verl_bridge.integrations.verl.schedule import PHASED
+from verl_bridge.plugin import AGENT_LOOP, ESTIMATOR, TRAINERS
+
+__all__ = [
+    "GROUP_RELATIVE",
+    "UNFIT_LOSSES",
+    "check_gold_answers",
+    "needs_files",
+    "prepare_config",
+    "read_probe",
+    "trains_adapter",
+]
 
 
 def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: str) -> str:
@@ -54,8 +48,8 @@ def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: st
     if not config.trainer.use_v1:
         raise ConfigError("trainer.use_v1=false: the methods need verl's V1 trainer, set trainer.use_v1=true")
     mode = config.trainer.v1.trainer_mode
-    if mode in VERL_MODES:
-        raise ConfigError(f"trainer.v1.trainer_mode={mode} is verl's own trainer: set it to {TRAINER}")
+    if mode in TRAINERS:
+        raise ConfigError(f"trainer.v1.trainer_mode={mode} is verl's own trainer: set it to {TRAINERS[mode]}")
     asked = str(config.algorithm.adv_estimator)
     named = settings.gca.base_estimator
     if named is not None and not settings.gca.enable:
@@ -78,6 +72,12 @@ def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: st
         _check_logits(config)
     if settings.gca.enable and settings.gca.yes_no == "drop":
         _drop_yes_no(config)
+    if settings.bridge.enable:
+        _check_schedule(settings)
+        if settings.bridge.estimator == "two_state":
+            _check_two_state(config)
+    if verl_mode == "separate_async":
+        _check_separate_async(config)
     default_loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
     if default_loop != AGENT_LOOP:
         raise ConfigError(
@@ -115,6 +115,80 @@ def _check_logits(config: DictConfig) -> None:
             )
 
 
+def _check_separate_async(config: DictConfig) -> None:
+    """Raise ConfigError for what verl asserts once its workers start; what is not filled in is verl's to name."""
+    keys = (
+        "data.train_batch_size",
+        "trainer.v1.separate_async.parameter_sync_step",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "actor_rollout_ref.rollout.nnodes",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend",
+    )
+    batch, updates, mini, nodes, backend = (OmegaConf.select(config, key) for key in keys)
+    mode, host = TRAINERS["separate_async"], "on a CPU +verl_bridge_host=cpu_separate_async does"
+    if None not in (batch, updates, mini) and batch != updates * mini:
+        raise ConfigError(
+            f"{keys[0]}={batch} with trainer.v1.trainer_mode={mode}, a step of which is {keys[1]}={updates} updates of "
+            f"{keys[2]}={mini} prompts: set {keys[0]}={updates * mini}"
+        )
+    if nodes == 0:
+        raise ConfigError(
+            f"{keys[3]}=0 with trainer.v1.trainer_mode={mode}, whose rollout has devices of its own: set it to 1 or "
+            f"more, and actor_rollout_ref.rollout.n_gpus_per_node ({host})"
+        )
+    if backend == "naive":
+        raise ConfigError(
+            f"{keys[4]}=naive with trainer.v1.trainer_mode={mode}: it reaches no other device; set nccl ({host} with "
+            "ray_cpu)"
+        )
+
+
+def _check_schedule(settings: VerlBridgeConfig) -> None:
+    """Raise ConfigError for settings of BRIDGE's schedule and estimator that exclude each other."""
+    bridge = settings.bridge
+    if bridge.schedule != "bridge" and bridge.estimator != "bridge":
+        raise ConfigError(
+            f"verl_bridge.bridge.schedule={bridge.schedule} with verl_bridge.bridge.estimator={bridge.estimator}: "
+            "estimators differ in schedule bridge alone; set one of the two to bridge"
+        )
+    if bridge.schedule_steps is not None and bridge.schedule not in PHASED:
+        raise ConfigError(
+            f"verl_bridge.bridge.schedule_steps={bridge.schedule_steps} with schedule={bridge.schedule}, which has one "
+            f"phase: set it to null, or schedule to {' or '.join(PHASED)}"
+        )
+    if bridge.estimator == "two_state" and bridge.interval != 1:
+        raise ConfigError(
+            f"verl_bridge.bridge.interval={bridge.interval} with verl_bridge.bridge.estimator=two_state: every policy "
+            "gradient is corrected by the retriever update before it; set interval=1"
+        )
+
+
+def _check_two_state(config: DictConfig) -> None:
+    """Raise ConfigError where the correction's rows would get another gradient than the formula's."""
+    actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor"
+    loss = actor.policy_loss.get("loss_mode", "vanilla")
+    mode, entropy = actor.get("loss_agg_mode", "token-mean"), actor.get("entropy_coeff", 0)
+    distilled = (config.get("distillation") or {}).get("enabled", False)
+    reasons = (
+        (loss != "vanilla", f"{key}.policy_loss.loss_mode={loss}", "has another gradient at ratio 1: use vanilla"),
+        (
+            mode not in LOSS_AGG_MODES,
+            f"{key}.loss_agg_mode={mode}",
+            f"gives a row no definite weight: use {' or '.join(LOSS_AGG_MODES)}",
+        ),
+        (actor.get("use_kl_loss", False), f"{key}.use_kl_loss=true", "would hold the answers back, too: set it false"),
+        (entropy != 0, f"{key}.entropy_coeff={entropy}", "would spread the answers, too: set it to 0"),
+        (actor.get("shuffle", False), f"{key}.shuffle=true", "mixes the mini-batches the rows are for: set it false"),
+        (distilled, "distillation.enabled=true", "has a loss of its own: set it false"),
+    )
+    for broken, what, fix in reasons:
+        if broken:
+            raise ConfigError(
+                f"{what} with verl_bridge.bridge.estimator=two_state, whose correction terms are rows of the policy "
+                f"update: it {fix}, or set estimator=bridge"
+            )
+
+
 def _drop_yes_no(config: DictConfig) -> None:
     """Have verl read its datasets through ours, which leaves yes/no questions out of the training data."""
     with open_dict(config):
@@ -129,35 +203,4 @@ def _drop_yes_no(config: DictConfig) -> None:
 
 def needs_files(settings: VerlBridgeConfig) -> bool:
     """Whether the job opens corpus and index itself: to serve them, or to learn."""
-    return settings.bridge.enable or settings.retriever.url is None
-
-
-def check_gold_answers(key: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ConfigError at the first row of a dataset without gold answers in Search-R1's column."""
-    for number, row in enumerate(rows):
-        try:
-            gold_answers(row, f"{key}: row {number}")
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-
-
-def read_probe(path: str | None) -> list[tuple[str, list[str]]]:
-    """(query, golden answers) of each line of a JSONL file. Raises ConfigError that names the line."""
-    if path is None:
-        return []
-    probe: list[tuple[str, list[str]]] = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                record = json.loads(line)
-                if not isinstance(record, dict) or not isinstance(record.get("query"), str):
-                    raise ValueError("it has no query")
-                probe.append((record["query"], list(gold_answers(record, "it"))))
-    except FileNotFoundError:
-        raise ConfigError(f"verl_bridge.retriever.probe={path!r} does not exist: give a JSONL file, or null") from None
-    except ValueError as error:  # bad JSON, bad UTF-8, no query, no gold answers
-        raise ConfigError(
-            f"verl_bridge.retriever.probe={path!r} line {len(probe) + 1}: {error}; "
-            'write one {"query": …, "golden_answers": […]} a line'
-        ) from None
-    return probe
+    return trains_adapter(settings) or settings.retriever.url is None

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from verl_bridge.config import load_settings
+from verl_bridge.config import VerlBridgeConfig, load_settings
 from verl_bridge.config.schema import ConfigError, RetrieverConfig
 from verl_bridge.integrations.verl.checks import check_gold_answers, needs_files, prepare_config, read_probe
-from verl_bridge.integrations.verl.retrieval import make_client
+from verl_bridge.integrations.verl.sources import make_client
+from verl_bridge.plugin import TRAINERS
 from verl_bridge.retrieval.encoder import is_hub_name
 from verl_bridge.retrieval.families import get_family
 from verl_bridge.retrieval.index import check_index
@@ -42,9 +43,7 @@ def check_run(config: DictConfig) -> None:
     Raises:
         ConfigError: a setting, file or data row the run cannot work with.
     """
-    settings = load_settings(config)
-    # An unfilled ??? belongs to verl, which names it itself.
-    prepare_config(copy.deepcopy(config), settings, "sync")
+    settings, _ = check_settings(config)
     _check_probe(settings.retriever)
     built = _check_files(settings.retriever) if needs_files(settings) else None
     if settings.retriever.url is not None:
@@ -54,6 +53,21 @@ def check_run(config: DictConfig) -> None:
         for file in [files] if isinstance(files, str) else files or []:
             if "://" not in str(file):  # verl fetches remote files; the trainer looks at their rows
                 _check_rows(f"data.{key}", Path(str(file)).expanduser())
+
+
+def check_settings(config: DictConfig) -> tuple[VerlBridgeConfig, DictConfig]:
+    """The checked settings, and the config as verl's own trainer will see it; no file is looked at.
+
+    Raises:
+        ConfigError: a setting the methods cannot work with.
+    """
+    settings = load_settings(config)
+    # An unfilled ??? belongs to verl, which names it itself. A trainer of the user's own counts as a synchronous one.
+    modes = {name: mode for mode, name in TRAINERS.items()}
+    verl_mode = modes.get(OmegaConf.select(config, "trainer.v1.trainer_mode"), "sync")
+    prepared = copy.deepcopy(config)
+    prepare_config(prepared, settings, verl_mode)
+    return settings, prepared
 
 
 def _check_probe(retriever: RetrieverConfig) -> None:

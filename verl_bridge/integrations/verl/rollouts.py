@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import transfer_queue as tq
@@ -12,36 +11,9 @@ from transfer_queue import KVBatchMeta
 from verl.workers.utils.padding import response_from_nested
 
 from verl_bridge.algorithms.grounding import index_groups
+from verl_bridge.integrations.rollout_batch import RolloutBatch
 from verl_bridge.integrations.verl.scoring import jagged
 from verl_bridge.trace import SearchTrace
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """The real rows of one training batch (``batch`` of them), right-padded to the longest response.
-
-    Args:
-        keys: their TransferQueue keys.
-        uids: the prompt group of each row.
-        traces: the record of each row.
-        prompt_ids, response_ids: the tokens of each row.
-        response_mask: 1 on sampled tokens  # (batch, response)
-        advantages: what the base estimator gave  # (batch, response)
-        rewards: outcome reward  # (batch,)
-        group_index: the uid of each row as an integer  # (batch,)
-        columns: what else was asked for and is there, by name  # (batch, response) each
-    """
-
-    keys: list[str]
-    uids: list[str]
-    traces: list[SearchTrace]
-    prompt_ids: list[list[int]]
-    response_ids: list[list[int]]
-    response_mask: torch.Tensor
-    advantages: torch.Tensor
-    rewards: torch.Tensor
-    group_index: torch.Tensor
-    columns: dict[str, torch.Tensor]
 
 
 def read_rollouts(batch: KVBatchMeta, columns: Sequence[str] = ()) -> RolloutBatch:

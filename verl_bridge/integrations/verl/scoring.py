@@ -1,4 +1,12 @@
-"""Answer log-likelihoods from the actor workers: verl's own ``compute_log_prob`` on sequences of ours."""
+"""Answer log-likelihoods from the actor workers: verl's own ``compute_log_prob`` on sequences of ours.
+
+The sequences of a prompt share it, but verl 0.9.1 computes it anew for each. Its shared-prefix forward
+(``actor_rollout_ref.actor.use_prefix_grouper``) does not reach this pass: the key is read by the old trainers alone
+(``trainer/ppo/ray_trainer.py``, ``experimental/{fully_async_policy,one_step_off_policy}``), to order their batches; the
+engine behind the V1 trainer calls ``apply_monkey_patch`` without it (``workers/engine/fsdp/transformer_impl.py``),
+nothing calls ``forward_micro_batch_with_prefix_grouper``, and the package ``prefix_grouper`` it would need is no
+dependency of verl's. What is saved is saved by the plan: each sequence is scored once.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +26,31 @@ def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
-def score_answers(
+def data_parallel_size(worker_group: Any) -> int:
+    """Ranks over which the actor workers split a batch."""
+    if "actor" not in worker_group._dispatch_info:
+        worker_group._dispatch_info["actor"] = worker_group._query_dispatch_info("actor")
+    return max(worker_group._dispatch_info["actor"]) + 1
+
+
+def answer_log_probs(
     worker_group: Any,
-    sequences: Sequence[tuple[list[int], list[int]]],
+    sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     temperature: float,
     max_token_len_per_gpu: int,
-) -> list[float]:
-    """Sum of log π over the answer tokens of each ``(context_ids, answer_ids)`` under the actor's current weights.
+) -> list[torch.Tensor]:
+    """log π of the answer's tokens of each ``(context_ids, answer_ids)`` under the actor's current weights.
 
     The pass is the one verl makes for ``old_log_probs``: same engine, same sharding, dynamic batches of at most
-    ``max_token_len_per_gpu`` tokens. Returns nats, in the order of ``sequences``.
+    ``max_token_len_per_gpu`` tokens. Returns nats, ``(answer,)`` each, in the order of ``sequences``.
     """
     if not sequences:
         return []
-    if "actor" not in worker_group._dispatch_info:
-        worker_group._dispatch_info["actor"] = worker_group._query_dispatch_info("actor")
-    ranks = max(worker_group._dispatch_info["actor"]) + 1
+    ranks = data_parallel_size(worker_group)
     # verl splits the rows evenly over the data-parallel ranks and waits for ever when a rank gets none.
     padded = [sequences[i % len(sequences)] for i in range(-(-len(sequences) // ranks) * ranks)]
-    rows = [torch.tensor(context + answer) for context, answer in padded]
+    rows = [torch.tensor([*context, *answer]) for context, answer in padded]
     masks = [torch.tensor([0] * len(context) + [1] * len(answer)) for context, answer in padded]
     run = uuid.uuid4().hex
     keys = [f"{run}_{i}_0" for i in range(len(rows))]
@@ -66,6 +79,6 @@ def score_answers(
     finally:
         tq.kv_clear(keys=keys, partition_id=PARTITION)
     return [
-        row[len(context) - 1 : len(context) - 1 + len(answer)].sum().item()
+        row[len(context) - 1 : len(context) - 1 + len(answer)].clone()
         for row, (context, answer) in zip(log_probs.unbind(), sequences, strict=True)
     ]

@@ -211,3 +211,38 @@ def test_adapter_takes_full_weights_only(settings):
         asyncio.run(rollout.update_weights(iter(()), peft_config={"r": 8}))
     with pytest.raises(ValueError, match="wire_format='delta_flush'"):
         asyncio.run(rollout.update_weights(iter(()), wire_format="delta_flush"))
+
+
+def test_every_replica_has_a_server_of_its_own(settings, monkeypatch):
+    """Ranks start at 0 for the policy, a reward model and each teacher; standalone ones go on where others end."""
+    from types import SimpleNamespace
+
+    from verl_bridge.integrations.verl.cpu import rollout
+
+    async def launched():
+        return None
+
+    def start(config, model_config, rank, suffix=""):
+        return SimpleNamespace(launch_server=SimpleNamespace(remote=launched))
+
+    monkeypatch.setattr(rollout, "start_server", start)
+    replicas = [
+        rollout.CPURolloutReplica(0, *settings),
+        rollout.CPURolloutReplica(1, *settings),
+        rollout.CPURolloutReplica(0, *settings, is_reward_model=True),
+        rollout.CPURolloutReplica(0, *settings, is_teacher_model=True),
+        rollout.CPURolloutReplica(0, *settings, is_teacher_model=True, name_suffix="maths"),
+    ]
+    for replica in replicas:
+        asyncio.run(replica.launch_servers())
+    assert [replica.server_address for replica in replicas] == [
+        "hf_cpu_server_0",
+        "hf_cpu_server_1",
+        "hf_cpu_server_0_reward",
+        "hf_cpu_server_0_teacher",
+        "hf_cpu_server_0_teacher_maths",
+    ]
+    # a standalone replica's worker sends weights to the server of its replica's rank
+    adapter = rollout.CPURollout(*settings, device_mesh=None, replica_rank=1)
+    monkeypatch.setattr(rollout.ray, "get_actor", lambda name: name)
+    assert adapter._server() == replicas[1].server_address

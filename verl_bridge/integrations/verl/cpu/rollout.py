@@ -207,7 +207,8 @@ class RolloutServer:
         self.resumed.clear()
         count = self.in_flight
         for _, answer in self.waiting:
-            answer.set_result(Completion())
+            if not answer.done():
+                answer.set_result(Completion())
         self.waiting.clear()
         self.arrived.clear()
         await self.wait_for_requests_to_drain()
@@ -249,7 +250,7 @@ def start_server(config: Any, model_config: Any, replica_rank: int, suffix: str 
 
 
 class CPURolloutReplica(RolloutReplica):
-    """Starts one server actor for each rank of the trainer."""
+    """Starts one server actor: for each rank of the trainer, or for each GPU of standalone rollout."""
 
     async def launch_servers(self) -> None:
         if self.world_size != 1:
@@ -257,18 +258,21 @@ class CPURolloutReplica(RolloutReplica):
                 f"a replica of {self.world_size} ranks: the rollout on cpu needs tensor, data and pipeline parallel "
                 "sizes of actor_rollout_ref.rollout to be 1"
             )
-        server = start_server(self.config, self.model_config, self.replica_rank, self.name_suffix)
+        # Ranks of a policy, a reward model and a teacher are each counted from 0; a name must mean one of them.
+        kind = "_reward" if self.is_reward_model else "_teacher" if self.is_teacher_model else ""
+        suffix = f"{kind}{self.name_suffix}"
+        server = start_server(self.config, self.model_config, self.replica_rank, suffix)
         await server.launch_server.remote()
         self.servers = [server]
         self._server_handle = server
-        self._server_address = server_name(self.replica_rank, self.name_suffix)  # a key for the load balancer alone
+        self._server_address = server_name(self.replica_rank, suffix)  # a key for the load balancer alone
 
     async def sleep(self) -> None:
         await asyncio.gather(*[server.wait_for_requests_to_drain.remote() for server in self.servers])
 
 
 class CPURollout(BaseRollout):
-    """The trainer's side, inside the actor worker: hands the policy's weights to the server."""
+    """Hands the policy's weights to the server: in the actor worker, or in the worker of a standalone replica."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)

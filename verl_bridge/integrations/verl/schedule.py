@@ -1,0 +1,94 @@
+"""Who learns in which step: the schedules of METHODS §2.10 [paper: names, ours: definitions], decided by numbers alone.
+
+===========  ============================================  =====================
+schedule     who learns in a step                          what the retriever follows
+===========  ============================================  =====================
+bridge       retriever, then policy                        L_RL and L_RAG
+frozen       policy                                        nothing, none is trained
+rag_then_rl  retriever alone for S steps, then the policy  L_RAG
+rl_then_rag  policy alone for S steps, then the retriever  L_RAG
+joint        policy, then retriever                        L_RL
+===========  ============================================  =====================
+
+A phase hangs on the global step alone, so a resumed run goes on in the right one.
+While the policy is frozen verl makes no update of it: its learning rate stays where it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_bridge.config.schema import ConfigError
+
+PHASED = ("rag_then_rl", "rl_then_rag")
+
+
+@dataclass(frozen=True)
+class Learners:
+    """Who learns in a step; ``policy_first``: the retriever learns after the policy's update."""
+
+    policy: bool
+    retriever: bool
+    policy_first: bool = False
+
+
+def learners(schedule: str, step: int, *, first_phase: int) -> Learners:
+    """Who learns in ``step`` (from 1).
+
+    Args:
+        schedule: ``bridge``, ``frozen``, ``rag_then_rl``, ``rl_then_rag`` or ``joint``.
+        step: verl's global step.
+        first_phase: steps of the first phase of a schedule with two.
+    """
+    if schedule in PHASED:
+        retriever = (step <= first_phase) == (schedule == "rag_then_rl")
+        return Learners(policy=not retriever, retriever=retriever)
+    return Learners(policy=True, retriever=schedule != "frozen", policy_first=schedule == "joint")
+
+
+def retriever_objective(schedule: str, estimator: str) -> str | None:
+    """What the retriever follows: ``penalised``, ``rag`` or ``rl``; None where it is frozen from start to end.
+
+    The estimator ``drop`` [ours] is schedule ``bridge`` with a retriever that follows the RAG loss alone.
+    """
+    if schedule == "bridge":
+        return "rag" if estimator == "drop" else "penalised"
+    return {"frozen": None, "joint": "rl"}.get(schedule, "rag")
+
+
+def first_phase_steps(schedule: str, schedule_steps: int | None, total_steps: int) -> int:
+    """Steps of the first phase: ``schedule_steps``, or half of the run's; 0 for schedules of one phase.
+
+    Raises:
+        ConfigError: the first phase would be the whole run.
+    """
+    if schedule not in PHASED:
+        return 0
+    if schedule_steps is not None and schedule_steps >= total_steps:
+        raise ConfigError(
+            f"verl_bridge.bridge.schedule_steps={schedule_steps} of {total_steps} steps in all leave none for the "
+            f"second phase of schedule={schedule}: lower it, or raise trainer.total_training_steps"
+        )
+    return schedule_steps or max(1, total_steps // 2)
+
+
+def update_is_due(step: int, *, local_step: int, batches_per_step: int, interval: int) -> bool:
+    """Whether the retriever learns from this policy batch, one in ``interval``.
+
+    Args:
+        step: verl's global step, from 1.
+        local_step: the batch within it, from 0.
+        batches_per_step: policy batches of a global step; more than one in verl's separate_async mode alone.
+        interval: policy batches between updates.
+    """
+    return ((step - 1) * batches_per_step + local_step + 1) % interval == 0
+
+
+def count_updates(
+    schedule: str, *, total_steps: int, first_phase: int, batches_per_step: int = 1, interval: int = 1
+) -> int:
+    """Retriever updates of the whole run, for the learning rate's course. Arguments as above."""
+    start, end = {"rag_then_rl": (0, first_phase), "rl_then_rag": (first_phase, total_steps), "frozen": (0, 0)}.get(
+        schedule, (0, total_steps)
+    )
+    return end * batches_per_step // interval - start * batches_per_step // interval
