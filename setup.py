@@ -51,7 +51,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["verl_bridge", "verl_bridge.*"]),
     package_data={
-        "verl_bridge.config": ["*.txt", "verl_bridge/*.yaml", "verl_bridge_host/*.yaml"],
+        "verl_bridge.config": ["*.txt", "verl_bridge/*.yaml", "verl_bridge_host/*.yaml", "tools/*.yaml"],
         "verl_bridge": ["embedded/policy/*", "algorithms/README.md", "retrieval/README.md"],
         "verl_bridge.integrations.verl_tool": ["agent_loop.yaml", "README.md"],
     },

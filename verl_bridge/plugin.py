@@ -19,6 +19,8 @@ from wrapt import register_post_import_hook
 from verl_bridge.config.schema import GCA_ESTIMATOR as ESTIMATOR
 
 AGENT_LOOP, GROUP = "verl_bridge_search", "verl_bridge"
+#: For function-calling models: verl's ``tool_agent`` loop with traces.
+TOOL_AGENT_LOOP = "verl_bridge_tool_agent"
 #: Our trainer over each of verl's modes: values of ``trainer.v1.trainer_mode``.
 TRAINERS = {
     "sync": "bridge_sync",
@@ -69,7 +71,9 @@ def _register_trainer(v1: ModuleType) -> None:
 
 
 def _register_agent_loop(agent_loop: ModuleType) -> None:
-    import verl_bridge.integrations.verl.agent_loop  # noqa: F401  registers itself as verl_bridge_search
+    # They register themselves as verl_bridge_search and verl_bridge_tool_agent.
+    import verl_bridge.integrations.verl.agent_loop
+    import verl_bridge.integrations.verl.tool_loop  # noqa: F401
 
 
 def _register_estimator(core_algos: ModuleType) -> None:

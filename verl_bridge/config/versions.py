@@ -57,7 +57,7 @@ def supported() -> tuple[Supported, ...]:
         Supported("python", ">=3.11", "this package", "3.11"),
         Supported("verl", "==0.9.*", "this package hooks into it"),
         Supported("TransferQueue", "", "verl's data plane"),
-        Supported("torch", ">=2.11", "verl"),
+        Supported("torch", ">=2.11", "this package"),
         Supported("transformers", ">=5.5.3,!=5.6.0,<5.11", "verl"),
         Supported("tensordict", "==0.10.0", "TransferQueue and verl"),
         Supported("ray", ">=2.41.0", "verl"),

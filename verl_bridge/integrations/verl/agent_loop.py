@@ -7,7 +7,6 @@ ids are never re-made by decoding and encoding: what the model sampled is what i
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from verl.utils.profiler import simple_timer
 
 from verl_bridge.config import load_settings
 from verl_bridge.integrations.tokens import encode_text
-from verl_bridge.integrations.verl.sources import search_source
+from verl_bridge.integrations.verl.sources import ask, search_source
 from verl_bridge.plugin import AGENT_LOOP
 from verl_bridge.qa.actions import (
     CORRECTIONS,
@@ -31,11 +30,7 @@ from verl_bridge.qa.actions import (
     read_turn,
 )
 from verl_bridge.qa.questions import gold_answers, question_of
-from verl_bridge.retrieval.corpus import Document
-from verl_bridge.retrieval.retriever import search_text
 from verl_bridge.trace import SearchTrace, SearchTurn, Span, StopReason
-
-logger = logging.getLogger(__name__)
 
 STOP_TAGS = ("</search>", "</answer>")
 
@@ -174,27 +169,10 @@ class SearchAgentLoop(AgentLoopBase):
 
     async def _search(self, query: str, question: str) -> tuple[dict[str, Any], str]:
         """Ask the retriever: the turn's retrieval fields and the observation's text."""
-        text = search_text(query, question, self.retriever.query_input)
-        try:
-            (found,) = await search_source(self.retriever).search([text], self.retriever.top_k)
-            failure = found["error"]
-        except Exception as error:  # verl would drop the prompt and train on; that all searches fail the trainer sees
-            failure = repr(error)
-        if failure is not None:
-            logger.warning("the retrieval for %r failed: %s", query[:200], failure)
-            return {"query": query, "status": "error"}, RETRIEVAL_FAILED
-        documents = [Document(**document) for document in found["documents"][: self.retriever.shown]]
-        if not documents:
-            return {"query": query, "status": "ok", "adapter_version": found["adapter_version"]}, NOTHING_FOUND
-        record = {
-            "query": query,
-            "status": "ok",
-            "candidate_ids": tuple(found["ids"]),
-            "candidate_scores": tuple(found["scores"]),
-            "shown": len(documents),
-            "adapter_version": found["adapter_version"],
-        }
-        return record, format_observation(documents)
+        record, documents = await ask(self.retriever, query, question, search_source)
+        if record["status"] == "error":
+            return record, RETRIEVAL_FAILED
+        return record, format_observation(documents) if documents else NOTHING_FOUND
 
     def _encode_observation(self, text: str) -> tuple[list[int], str]:
         """Token ids of an observation within ``agent.observation_tokens``, and the text those ids stand for.

@@ -15,8 +15,9 @@ from verl_bridge.integrations.checks import (
     trains_adapter,
 )
 from verl_bridge.integrations.verl.correction import LOSS_AGG_MODES
+from verl_bridge.integrations.verl.retrieval_tool import check_tools
 from verl_bridge.integrations.verl.schedule import PHASED
-from verl_bridge.plugin import AGENT_LOOP, ESTIMATOR, TRAINERS
+from verl_bridge.plugin import AGENT_LOOP, ESTIMATOR, TOOL_AGENT_LOOP, TRAINERS
 
 __all__ = [
     "GROUP_RELATIVE",
@@ -79,10 +80,12 @@ def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: st
     if verl_mode == "separate_async":
         _check_separate_async(config)
     default_loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
-    if default_loop != AGENT_LOOP:
+    if default_loop == TOOL_AGENT_LOOP:
+        check_tools(config.actor_rollout_ref.rollout.multi_turn)
+    elif default_loop != AGENT_LOOP:
         raise ConfigError(
             f"actor_rollout_ref.rollout.agent.default_agent_loop={default_loop} writes no search traces: "
-            f"set it to {AGENT_LOOP}"
+            f"set it to {AGENT_LOOP}, or to {TOOL_AGENT_LOOP} for a function-calling model"
         )
     with open_dict(config):
         config.trainer.v1.trainer_mode = verl_mode

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -13,7 +14,11 @@ from ray.exceptions import RayActorError
 from verl_bridge.config.schema import ConfigError, RetrieverConfig
 from verl_bridge.retrieval.actor import get_retriever
 from verl_bridge.retrieval.client import RetrievalClient
+from verl_bridge.retrieval.corpus import Document
 from verl_bridge.retrieval.protocol import no_answer
+from verl_bridge.retrieval.retriever import search_text
+
+logger = logging.getLogger(__name__)
 
 
 class SearchSource(Protocol):
@@ -85,3 +90,27 @@ def make_client(settings: RetrieverConfig, **changes: Any) -> RetrievalClient:
         raise ConfigError(
             f"verl_bridge.retriever.url={settings.url!r} with the token in {settings.token_env}: {error}"
         ) from None
+
+
+async def ask(
+    settings: RetrieverConfig, query: str, question: str, source: Callable[[RetrieverConfig], SearchSource]
+) -> tuple[dict[str, Any], list[Document]]:
+    """One search of a rollout: the retrieval fields of the turn's record, and the documents to show.
+
+    A retrieval that fails is a record with status ``error``, never an exception: verl would drop the prompt and train
+    on. That all searches of a step failed is for the trainer to see.
+    """
+    try:
+        (found,) = await source(settings).search([search_text(query, question, settings.query_input)], settings.top_k)
+        failure = found["error"]
+    except Exception as error:
+        failure = repr(error)
+    if failure is not None:
+        logger.warning("the retrieval for %r failed: %s", query[:200], failure)
+        return {"query": query, "status": "error"}, []
+    documents = [Document(**document) for document in found["documents"][: settings.shown]]
+    record = {"query": query, "status": "ok", "adapter_version": found["adapter_version"]}
+    if documents:
+        record |= {"candidate_ids": tuple(found["ids"]), "candidate_scores": tuple(found["scores"])}
+        record["shown"] = len(documents)
+    return record, documents
