@@ -1,8 +1,12 @@
 """Complete or absent, and an error names the place that was asked for."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from verl_bridge.files import cache_dir, new_file, new_folder
+from verl_bridge.files import YOUNG, cache_dir, new_file, new_folder
 
 
 @pytest.mark.parametrize("make", [new_folder, new_file])
@@ -44,3 +48,79 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     assert str(cache_dir()) == "/x/verl_bridge"
     monkeypatch.setenv("VERL_BRIDGE_CACHE", "~/mine")
     assert cache_dir() == tmp_path / "mine"
+
+
+def age(folder, seconds=2 * YOUNG):
+    then = os.stat(folder).st_mtime - seconds
+    os.utime(folder, (then, then))
+
+
+KILLED = """
+import os, signal, sys
+from verl_bridge import files
+if sys.argv[2] == "writing":
+    with files.new_folder(sys.argv[1]) as folder:
+        (folder / "half").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+files.shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # the last it does
+with files.new_folder(sys.argv[1]) as folder:
+    pass
+"""
+
+
+@pytest.mark.parametrize("when", ["writing", "cleaning up"])
+def test_what_a_killed_writer_left_goes_with_the_next_save_of_the_same_name(tmp_path, when):
+    with new_folder(tmp_path / "a[1]"):
+        pass
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a[1]"), when])
+    assert killed.returncode == -9
+    (left,) = tmp_path.glob(".*")
+    assert left.name.startswith(".a[[]1].".replace("[[]", "["))
+    others = [tmp_path / name for name in (".a1.new-x", ".a[1].notes", ".b.old-x", "a[1].new-x")]
+    for other in others:
+        other.mkdir()
+    (tmp_path / ".a[1].new-file").write_text("of new_file")
+    for path in tmp_path.iterdir():
+        age(path)
+    with new_folder(tmp_path / "b2"):
+        pass
+    assert left.exists()  # of another name
+    with new_folder(tmp_path / "a[1]") as folder:
+        (folder / "new").touch()
+        assert left.exists()  # the only copy, maybe, until the new one is complete
+    assert not left.exists() and all(other.is_dir() for other in others)
+    assert (tmp_path / ".a[1].new-file").exists()
+    assert [path.name for path in (tmp_path / "a[1]").iterdir()] == ["new"]
+
+
+def test_a_writer_that_lives_is_not_swept_nor_one_that_has_just_begun(tmp_path):
+    (tmp_path / ".a.new-begun").mkdir()
+    with new_folder(tmp_path / "a") as slow:
+        (slow / "slow").touch()
+        age(slow)
+        with new_folder(tmp_path / "a") as quick:
+            (quick / "quick").touch()
+        assert (slow / "slow").exists() and (tmp_path / "a" / "quick").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.new-begun", "a"]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["slow"]
+
+
+def test_an_old_folder_on_its_way_out_is_not_swept_by_another_writer(tmp_path, monkeypatch):
+    with new_folder(tmp_path / "a"):
+        pass
+    age(tmp_path / "a")
+    replace, swept = os.replace, []
+
+    def interrupted(source, target):
+        replace(source, target)
+        if ".old-" in str(target) and not swept:
+            swept.append(target)
+            with new_folder(tmp_path / "a"):
+                pass
+            assert target.is_dir()
+            (tmp_path / "a").rmdir()
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with new_folder(tmp_path / "a") as folder:
+        (folder / "x").touch()
+    assert swept and [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+YOUNG = 60.0  # seconds in which a temporary folder may be between being made and being locked
 
 
 def cache_dir() -> Path:
@@ -30,15 +35,46 @@ def named(final: Path) -> Iterator[None]:
 
 
 def put_folder(folder: Path, final: Path) -> None:
-    """Gives a complete folder its final name, beside it, replacing a folder that was there."""
+    """Gives a complete folder its final name, beside it, replacing a folder that was there.
+
+    What writers that were killed have left beside it goes, too.
+    """
     if final.is_dir():
         # a folder cannot be replaced in one call: the old one steps aside, so that no moment loses both
         old = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.old-"))
-        os.replace(final, old)
-        os.replace(folder, final)
-        shutil.rmtree(old)
+        with _in_use(final):
+            os.replace(final, old)
+            os.replace(folder, final)
+            shutil.rmtree(old)
     else:
         os.replace(folder, final)
+    for kind in ("new", "old"):
+        for left in final.parent.glob(f".{glob.escape(final.name)}.{kind}-*"):
+            with suppress(OSError):  # somebody uses it, it has just gone, or there are no locks on this file system
+                _sweep(left)
+
+
+@contextmanager
+def _in_use(folder: Path) -> Iterator[None]:
+    """Within it nobody sweeps the folder, not under another name either. A process that is killed lets go."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # where there are no locks, nothing is swept
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _sweep(folder: Path) -> None:
+    """Deletes a temporary folder. Raises OSError when it is in use or no folder."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if time.time() - os.fstat(handle).st_mtime > YOUNG:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -52,10 +88,11 @@ def new_folder(final: str | os.PathLike) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.new-"))
     try:
-        yield temporary
-        temporary.chmod(0o755)  # mkdtemp makes it private
-        with named(final):
-            put_folder(temporary, final)
+        with _in_use(temporary):
+            yield temporary
+            temporary.chmod(0o755)  # mkdtemp makes it private
+            with named(final):
+                put_folder(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

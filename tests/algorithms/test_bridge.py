@@ -76,7 +76,7 @@ def test_before_the_first_update_the_ratio_is_one():
 
 
 def slow_loss(scores, old, likelihood, advantages, mask, rl_mask, form, clip, gamma, tau_p, tau_l):
-    """The formulas of METHODS §2.2-2.7, one turn and one document at a time."""
+    """The formulas of algorithms/README.md, one turn and one document at a time."""
     rl, rag = [], []
     for turn in range(len(scores)):
         documents = [d for d in range(scores.shape[1]) if mask[turn, d]]

@@ -13,7 +13,7 @@ from verl_bridge.algorithms.grounding import RolloutType, Segment
 
 A, B1, B2, C, D, D_LOST, D_OPEN = RolloutType
 N, V, R, S = Segment
-TABLE = {  # METHODS §1.4
+TABLE = {  # of verl_bridge/algorithms/README.md
     A: {V: 0.5, R: -0.5, S: 0.5},
     B1: {V: 0.5, R: -0.5, S: -1.0},
     B2: {V: 0.5, R: -0.25, S: 0.0},

@@ -122,7 +122,7 @@ def slow_segment(turns, first_hit, token):
 
 
 def slow(batch):
-    """Grounded advantages and δ; METHODS §1.2 to §1.5 as written, one token after another."""
+    """Grounded advantages and δ; algorithms/README.md as written, one token after another."""
     base, mask, grounded = batch.advantages.tolist(), batch.mask.tolist(), batch.advantages.tolist()
     salience = torch.full_like(batch.advantages, 0.25) if batch.salience is None else batch.salience
     residual, salience = torch.zeros_like(batch.advantages).tolist(), salience.tolist()

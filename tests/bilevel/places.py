@@ -52,6 +52,14 @@ def take(batch, rows):
     return RetrieverBatch(*([getattr(batch, name)[row] for row in rows] for name in names))
 
 
+def differing(one, two, tolerance=0.0):
+    """Of two saved states: names of tensors that are not the same, and numbers that differ."""
+    first, second = one.tensors(), two.tensors()
+    assert first.keys() == second.keys()
+    names = [n for n, v in first.items() if (v.double() - second[n].double()).abs().max() > tolerance]
+    return names + [key for key in one.numbers | two.numbers if one.numbers.get(key) != two.numbers.get(key)]
+
+
 def warm(encoder, scale=0.03):
     """An adapter off its start, so that A has gradients as well."""
     generator = torch.Generator().manual_seed(2)
@@ -90,7 +98,7 @@ def probabilities(encoder, index, query, ids):
 
 
 def naive_loss(encoder, index, batch, old=None, gamma=0.25, rl_weight=1.0, tau_p=0.5, clip=0.2):
-    """The formulas of METHODS §2.2-2.7 turn by turn and document by document; p_old None is p itself, detached."""
+    """The formulas of algorithms/README.md turn by turn and document by document; p_old None is p itself, detached."""
     rl, rag = [], []
     for t, query in enumerate(batch.queries):
         embedding = encoder.encode_queries([query], training=True)[0]

@@ -266,7 +266,7 @@ def test_bad_batches_and_settings_are_refused(encoder, index):
     with pytest.raises(KeyError, match="'nowhere'"):
         updater.update(RetrieverBatch(["a"], [["nowhere", "Borsk-true"]], [[-1.0, -2.0]], [1.0], [True], [0]))
     assert updater.update(RetrieverBatch([], [], [], [], [], [])).version == 0
-    for key in ("minibatch_size", "epochs", "queries_at_once", "lr", "max_grad_norm", "total_updates"):
+    for key in ("minibatch_size", "epochs", "queries_at_once", "lr", "max_grad_norm"):
         with pytest.raises(ValueError, match=f"{key} is 0"):
             RetrieverUpdater(encoder, index, **{key: 0})
     with pytest.raises(ValueError, match="objective='both' is not one of penalised, rag, rl"):

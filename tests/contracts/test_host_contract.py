@@ -22,6 +22,7 @@ PACKAGE = "verl_bridge.integrations.verl"
 SOURCES = sorted((Path(__file__).parents[2] / PACKAGE.replace(".", "/")).rglob("*.py"))
 
 V1, LOOP = "verl.trainer.ppo.v1", "verl.experimental.agent_loop.agent_loop"
+TOOLS = "verl.experimental.agent_loop.tool_agent_loop"
 ENGINE, ROLLOUT = "verl.workers.engine.fsdp.transformer_impl", "verl.workers.rollout"
 
 # What we call on objects, or register: path, positional arguments (self included), keywords.
@@ -39,6 +40,8 @@ CALLS = [
     (f"{ROLLOUT}.llm_server:LLMServerClient.generate", 1, ("request_id", "prompt_ids", "sampling_params")),
     # how verl calls what we hand it
     (f"{PACKAGE}.agent_loop:SearchAgentLoop.run", 2, ("raw_prompt", "extra_info", "reward_model", "agent_name")),
+    (f"{PACKAGE}.tool_loop:SearchToolAgentLoop.run", 2, ("raw_prompt", "extra_info", "reward_model", "tools_kwargs")),
+    (f"{PACKAGE}.retrieval_tool:RetrievalTool.execute", 3, ("agent_data",)),
     (f"{PACKAGE}.trainer:SearchTrainerMixin.fit", 2, ()),
     # the actor's workers, for the likelihood
     ("verl.workers.engine_workers:ActorRolloutRefWorker.compute_log_prob", 2, ()),
@@ -99,6 +102,16 @@ MENTIONS = {
     f"{LOOP}:AgentLoopOutput.as_dict": ("extra_fields", "rm_scores", "rollout_log_probs"),
     LOOP: ("_agent_loop_registry", "_target_"),
     f"{ROLLOUT}.base": ("_ROLLOUT_REGISTRY",),
+    # what the loop for function-calling models reads between verl's steps, and when an observation is dropped
+    f"{TOOLS}:AgentData.__init__": (
+        *("self.messages", "self.prompt_ids", "self.response_ids", "self.response_mask", "self.tool_calls"),
+    ),
+    f"{TOOLS}:ToolAgentLoop.run": ("agent_data._active_tools", "prompt_ids[-len(agent_data.response_mask) :]"),
+    f"{TOOLS}:ToolAgentLoop._handle_generating_state": ("extract_tool_calls(", "agent_data.messages.append("),
+    f"{TOOLS}:ToolAgentLoop._handle_processing_tools_state": (
+        "agent_data.tool_calls[: self.max_parallel_calls]",
+        "if len(response_mask) >= self.response_length:\n            return AgentState.TERMINATED",
+    ),
     # where the engine leaves labels and temperature for us
     f"{ENGINE}:FSDPEngineWithLMHead.prepare_model_inputs": ("input_ids_rmpad_rolled", "temperature"),
     f"{ENGINE}:FSDPEngine.__init__": ("self.engine_config", "self.model_config"),
@@ -135,6 +148,7 @@ def test_enough_is_looked_at():
     assert {
         "SearchTrainerMixin._compute_advantage",
         "SearchAgentLoop.run",
+        "SearchToolAgentLoop._call_tool",
         "SalienceFSDPEngine.prepare_model_outputs",
         "CPURollout.update_weights",
         "CPUActorRolloutRefWorker.init_model",

@@ -78,6 +78,8 @@ def _register(v1: ModuleType) -> None:
                 "response_ids": data["responses"].unbind()[0].tolist(),
                 "response_mask": rollouts.response_mask[0].tolist(),
                 "columns": {name: rollouts.columns[name][0].tolist() for name in rollouts.columns},
+                "mask_is_spans": rollouts.response_mask.sum(-1).tolist()
+                == [sum(t.span[1] - t.span[0] for t in trace.turns) for trace in rollouts.traces],
                 "spans_fit": all(
                     rollouts.response_mask[i, t.span[0] : t.span[1]].all()
                     and (t.observation_span is None or not rollouts.response_mask[i, slice(*t.observation_span)].any())

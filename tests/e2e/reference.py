@@ -1,4 +1,4 @@
-"""GCA token by token, straight from traces and METHODS' table: slow, and written without the package's maths."""
+"""GCA token by token, straight from traces and the method's table: slow, and written without the package's maths."""
 
 from __future__ import annotations
 

@@ -62,8 +62,6 @@ def test_the_correction_of_two_states_goes_through_verls_update_and_leaves_nothi
         assert data["bridge/correction/weight"] > 0 and data["bridge/evidence_shift"] > 0
         assert record["rows"] == 16 and record["actor_receives_it"]
         assert record["advantages_stay"] and record["keys_left"] == []
-        # old log-probs of the added rows are those of the weights they meet first
-        assert data["actor/ppo_kl"] == pytest.approx(0, abs=0.2)
 
 
 def test_a_retriever_that_follows_the_rag_loss_alone(start):

@@ -47,6 +47,11 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+def answers(environment: dict[str, str]) -> bool:
+    """Whether the cluster takes jobs; asking takes a second or more, so a loop of it does not spin."""
+    return subprocess.run([RAY, "job", "list"], env=environment, capture_output=True, check=False).returncode == 0
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """The environment of a client of a running head node on ports of its own; stopped by its process."""
@@ -69,10 +74,11 @@ def cluster(tmp_path_factory):
             command, env=started, cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
+        # The dashboard can answer before the head's own output is in the file: wait for both.
         deadline = time.monotonic() + 180
-        while subprocess.run([RAY, "job", "list"], env=environment, capture_output=True, check=False).returncode != 0:
+        while not (answers(environment) and (address := re.search(r"Local node IP.*", log.read_text()))):
             assert head.poll() is None and time.monotonic() < deadline, log.read_text()
-        assert re.search(r"Local node IP.*127\.0\.0\.1", log.read_text())
+        assert "127.0.0.1" in address[0]
         yield environment
     finally:
         demo._stop(head)

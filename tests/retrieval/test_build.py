@@ -251,7 +251,7 @@ for count in (3_000, 30_000):
 
 
 def test_building_streams(tmp_path):
-    """KNOWN_FAULTS 22: ten times the documents (30 MB of text, 92 MB of vectors) and next to no more memory."""
+    """PeterGriffinJin/Search-R1#54: ten times the documents (30 MB of text, 92 MB of vectors), hardly more memory."""
     environment = {**os.environ, "VERL_BRIDGE_CACHE": str(tmp_path / "cache")}
     run = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True

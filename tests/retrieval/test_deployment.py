@@ -331,7 +331,9 @@ def test_settings_that_cannot_be_are_refused_before_anything_starts(settings, se
             start_serving(**{"name": "refused", **settings, **wrong})
     with pytest.raises(ValueError, match="missing a required"):
         start_serving("refused", corpus="x")
-    with pytest.raises(ValueError, match="'served' runs in this Ray cluster; choose another name"):
+    with pytest.raises(
+        ValueError, match=r"'served' runs .*choose another name or, .*delete it: .*stop_serving\('served'\)"
+    ):
         start_serving("served", **settings)
     with pytest.raises(RuntimeError, match="no retriever 'refused' is served"):
         get_serving("refused")

@@ -58,7 +58,7 @@ def test_the_vectors_of_a_flat_file_are_mapped_and_outlive_their_index(corpus, v
 
 
 def test_a_file_out_of_step_names_both_numbers(corpus, vectors, tmp_path):
-    """KNOWN_FAULTS 19, without a manifest to help."""
+    """castorini/pyserini#1557 and RUC-NLPIR/FlashRAG#12, without a manifest to help."""
     file = write(tmp_path / "x.index", vectors[:-1])
     for load in (DocumentIndex.load, open_index):
         with pytest.raises(ValueError, match=r"x\.index holds 299 documents but the corpus 300; give the corpus"):

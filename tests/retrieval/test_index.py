@@ -38,7 +38,7 @@ def test_exact_search_equals_brute_force_over_the_stored_vectors(corpus, tmp_pat
 
 @pytest.mark.parametrize("factory", ["Flat", "HNSW8", "IVF1,Flat"])
 def test_fewer_documents_than_top_k(tmp_path, factory):
-    """KNOWN_FAULTS 18: three documents and k=5 give three results, never the last document by row −1."""
+    """RUC-NLPIR/FlashRAG#247: three documents and k=5 give three results, never the last document by row −1."""
     index = DocumentIndex.build(make_corpus(tmp_path, 3), WordEncoder(), tmp_path / "i", factory=factory)
     (hits,) = index.search(queries(1), 5)
     assert sorted(hits.rows) == [0, 1, 2] and len(hits.scores) == 3
@@ -69,7 +69,7 @@ def test_bad_queries_are_refused(corpus, tmp_path):
 
 
 def test_index_and_corpus_out_of_step_name_both_numbers(corpus, tmp_path):
-    """KNOWN_FAULTS 19."""
+    """castorini/pyserini#1557 and RUC-NLPIR/FlashRAG#12: one searches, and gives wrong documents."""
     DocumentIndex.build(corpus, WordEncoder(), tmp_path / "i")
     for other in (49, 51):
         with pytest.raises(ValueError, match=rf"holds 50 documents but the corpus {other}; rebuild"):

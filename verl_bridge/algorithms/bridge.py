@@ -1,4 +1,4 @@
-"""BRIDGE: the retriever's objective, credit from RL and from the likelihood of the answer (METHODS §2.2-2.7).
+"""BRIDGE: the retriever's objective, credit from RL and from the likelihood of the answer ("BRIDGE" in README.md).
 
 [paper] is arXiv 2609.36505, [ours] a choice made here.
 """

@@ -1,4 +1,4 @@
-"""Policy gradients of the bilevel problem, exact and estimated (METHODS §2.9).
+"""Policy gradients of the bilevel problem, exact and estimated (README.md beside this file, "Estimators").
 
 The upper objective F(θ, η) is the RL loss, the lower one G(θ, η) the RAG loss. The problem is to minimise F(θ, η*(θ)),
 η*(θ) = argmin_η G(θ, η). With η_γ = argmin_η F + γG the estimators of its gradient in θ are

@@ -1,4 +1,4 @@
-"""GCA: bounded, sign-preserving residuals on token-level advantages (METHODS §1.4, §1.5, §1.8).
+"""GCA: bounded, sign-preserving residuals on token-level advantages (README.md beside this file).
 
 [paper] is arXiv 2610.23148, [ours] a choice made here.
 """

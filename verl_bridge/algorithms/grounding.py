@@ -1,6 +1,6 @@
 """Grounding: rollout types from sub-outcomes, segments of sampled tokens, and the metrics of both.
 
-METHODS §1.1-1.4 and §1.10-1.11. [paper] is GCA (arXiv 2610.23148), [ours] a choice made here.
+README.md beside this file has the definitions. [paper] is GCA (arXiv 2610.23148), [ours] a choice made here.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def grounding_metrics(
     outcome_advantages: Tensor | None = None,
     row_mask: Tensor | None = None,
 ) -> dict[str, float]:
-    """Grounding of a batch of rollouts (METHODS §1.10, §1.11), shares in [0, 1], keys ``grounding/*``.
+    """Grounding of a batch of rollouts, shares in [0, 1], keys ``grounding/*``.
 
     ``delta`` is Pr[C|H=1] - Pr[C|H=0] averaged over the groups that hold both; ``identity_advantage`` the sum of the
     hit rollouts' advantages and ``identity_covariance`` n·Cov(H, R)/σ, both averaged over groups with reward variance:

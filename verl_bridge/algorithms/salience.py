@@ -1,4 +1,4 @@
-"""Token salience: how a segment's credit is spread over its tokens (METHODS §1.6).
+"""Token salience: how a segment's credit is spread over its tokens (README.md beside this file, "Salience").
 
 [paper] is arXiv 2610.23148, [ours] a choice made here.
 """

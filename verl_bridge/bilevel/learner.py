@@ -21,29 +21,52 @@ OBJECTIVES: tuple[Objective, ...] = ("penalised", "rag", "rl")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 
 
+COUNTED_BY = {
+    "bridge/loss_rl": "rl_turns",
+    "bridge/zero_advantage_share": "rl_turns",
+    "bridge/clip_share": "rl_candidates",
+    "bridge/hit_credit_weight": "hit_turns",
+}
+"""What a step's figure is a mean over, where it is not all its turns."""
+
+
 @dataclass(frozen=True)
 class Training:
     """What the steps of one update did.
 
     Args:
-        steps: (turns, metrics) of every step taken.
+        steps: (counts, metrics) of every step taken; counts are ``turns`` and what COUNTED_BY names.
         dropped: steps that were not taken because something was not finite.
         first_log_probs: log p(d|q) before the first step, ``(turns, candidates)``, padding -inf; None when that step
             held other than all turns, or was dropped.
+        weights: those of L_RL and L_RAG in the loss, adding up to 1.
     """
 
-    steps: list[tuple[int, dict[str, float]]]
+    steps: list[tuple[dict[str, int], dict[str, float]]]
     dropped: int
     first_log_probs: torch.Tensor | None
+    weights: tuple[float, float]
 
     def metrics(self) -> dict[str, float]:
-        """Means over turns, and the largest deviation of a ratio from 1; empty when no step was taken."""
-        turns = sum(count for count, _ in self.steps)
-        names = self.steps[0][1] if self.steps else ()
-        means = {name: sum(count * values[name] for count, values in self.steps) / turns for name in names}
-        if self.steps:
-            name = "bridge/ratio_deviation_max"
-            means[name] = max(values[name] for _, values in self.steps)
+        """The figures of all steps as one; empty when no step was taken.
+
+        Means weigh a step by what they are taken over (its turns, or those with RL credit, and so on), so that how the
+        turns were divided does not matter; ``ratio_deviation_max`` is the largest. ``grad_norm`` is the loss's gradient
+        in the adapter's parameters, before it is scaled down; ``grad_norm_rl`` and ``grad_norm_rag`` are the gradients
+        of L_RL and L_RAG in the query vectors: compare them with each other, not with the first.
+        """
+        if not self.steps:
+            return {}
+        means = {}
+        for name in self.steps[0][1]:
+            counts = [count[COUNTED_BY.get(name, "turns")] for count, _ in self.steps]
+            total = sum(count * values[name] for count, (_, values) in zip(counts, self.steps, strict=True))
+            means[name] = total / max(sum(counts), 1)
+        means["bridge/ratio_deviation_max"] = max(values["bridge/ratio_deviation_max"] for _, values in self.steps)
+        means["bridge/loss"] = sum(
+            weight * means[name]
+            for weight, name in zip(self.weights, ("bridge/loss_rl", "bridge/loss_rag"), strict=True)
+        )
         return means
 
 
@@ -58,9 +81,11 @@ class AdapterLearner:
         lr: AdamW learning rate.
         weight_decay: AdamW weight decay.
         max_grad_norm: gradient norm above which gradients are scaled down.
-        lr_schedule: ``constant``, ``linear`` or ``cosine`` down to 0, over updates.
-        lr_warmup: updates over which the learning rate rises from 0.
-        total_updates: updates of the run, where the schedule ends; ``constant`` needs none.
+        lr_schedule: ``constant``, or ``linear`` or ``cosine`` over updates, from the full rate at the end of the
+            warm-up down to 0 at the update that would follow the last one.
+        lr_warmup: updates over which the learning rate rises: w of them take 1/w, 2/w … 1 of it, so that the first one
+            moves; 0 and 1 are none.
+        total_updates: updates of the run, where ``linear`` and ``cosine`` end; ``constant`` does not look at it.
         queries_at_once: most distinct queries whose activations are held at a time, fewer when they are long; gradients
             add up over the groups, so that it bounds memory and changes nothing else.
         compute_dtype: number format of the encoder's matrix products, ``float32``, ``bfloat16`` or ``auto`` (bfloat16
@@ -114,11 +139,15 @@ class AdapterLearner:
         }
         self.compute_dtype = training_dtype(compute_dtype, encoder.base.model.device)
         self.parameters = encoder.lora_parameters()
-        self.lr, self.total_updates = lr, total_updates
+        self.lr = lr
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=lr, weight_decay=weight_decay)
+        # The library's schedules start at step 0, with rate 0 under a warm-up, and end with rate 0. Update i, from 1,
+        # is their step i, and the end is the step after the last update: every update moves.
         name = "constant_with_warmup" if lr_schedule == "constant" else lr_schedule
-        schedule = get_scheduler(name, self.optimizer, num_warmup_steps=lr_warmup, num_training_steps=total_updates)
-        self._share = schedule.lr_lambdas[0]  # of the learning rate, by the number of updates before
+        self._end = None if lr_schedule == "constant" else total_updates + 1
+        warmup = max(lr_warmup, 1)
+        schedule = get_scheduler(name, self.optimizer, num_warmup_steps=warmup, num_training_steps=self._end)
+        self._share = schedule.lr_lambdas[0]  # of the learning rate, by the step
 
     def encode(self, texts: Sequence[str], *, training: bool = False) -> torch.Tensor:
         """Query vectors ``(texts, dim)`` in the format that training computes in, so that ratios start at 1."""
@@ -127,19 +156,22 @@ class AdapterLearner:
     def log_probs(self, data: BatchTensors, passes: Sequence[torch.Tensor]) -> torch.Tensor:
         """log p_η(d|q) of the turns in ``passes``, ``(turns, candidates)``, no gradient; -inf elsewhere.
 
-        Grouped as :meth:`train` groups them: what rounding depends on is then the same.
+        A turn whose scores are not finite is NaN throughout. Grouped as :meth:`train` groups them: what rounding
+        depends on is then the same.
 
         Raises:
-            ValueError: the adapter gives vectors that are not finite.
+            ValueError: scores are not finite because the adapter's parameters are not.
         """
         out = torch.full(data.mask.shape, -torch.inf, device=data.mask.device)
         for rows in passes:
             for group in data.groups(rows, self.queries_at_once):
                 scores = data.scores(self.encode(group.texts), group)
-                if not scores.isfinite().all():
+                bad = ~scores.isfinite().all(dim=-1, keepdim=True)
+                if bad.any() and not all(p.isfinite().all() for p in self.parameters.values()):
                     version = self.encoder.adapter_version
-                    raise ValueError(f"adapter version {version} gives scores that are not finite; load a saved one")
-                out[group.rows] = retrieval_log_probs(scores, data.mask[group.rows], self.tau_retrieval)
+                    raise ValueError(f"adapter version {version} holds values that are not finite; load a saved one")
+                log_probs = retrieval_log_probs(scores, data.mask[group.rows], self.tau_retrieval)
+                out[group.rows] = log_probs.masked_fill(bad, torch.nan)
         return out
 
     def train(
@@ -159,7 +191,7 @@ class AdapterLearner:
             old_log_probs: log p_old(d|q), ``(turns, candidates)``; None takes every step's own, for a single step on
                 turns that the present adapter served.
         """
-        position = updates if self.total_updates is None else min(updates, self.total_updates)
+        position = updates + 1 if self._end is None else min(updates + 1, self._end)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * self._share(position)
         steps, dropped, first = [], 0, None
@@ -171,8 +203,9 @@ class AdapterLearner:
                 continue
             if number == 0 and len(rows) == len(data):
                 first = retrieval_log_probs(scores, data.mask, self.tau_retrieval)
-            steps.append((len(rows), metrics))
-        return Training(steps, dropped, first)
+            steps.append((data.counts(rows), metrics))
+        total = self.rl_weight + self.gamma
+        return Training(steps, dropped, first, (self.rl_weight / total, self.gamma / total))
 
     @property
     def learning_rate(self) -> float:
@@ -259,9 +292,16 @@ def training_dtype(compute_dtype: str, device: torch.device) -> str:
 def _check_schedule(lr_schedule: str, lr_warmup: int, total_updates: int | None) -> None:
     if lr_schedule not in LR_SCHEDULES:
         raise ValueError(f"lr_schedule={lr_schedule!r} is not one of {', '.join(LR_SCHEDULES)}")
-    if total_updates is None and lr_schedule != "constant":
+    if lr_warmup < 0:
+        raise ValueError(f"lr_warmup is {lr_warmup}; use at least 0")
+    if lr_schedule == "constant":
+        return
+    if total_updates is None:
         raise ValueError(f"lr_schedule={lr_schedule!r} ends somewhere: give total_updates, the updates of the run")
-    if total_updates is not None and total_updates < 1:
-        raise ValueError(f"total_updates is {total_updates}; use at least 1")
-    if lr_warmup < 0 or (total_updates is not None and lr_warmup >= total_updates):
-        raise ValueError(f"lr_warmup={lr_warmup} does not fit {total_updates} updates; use 0 or more, and fewer")
+    if total_updates < 1:
+        raise ValueError(
+            f"total_updates is {total_updates}, where lr_schedule={lr_schedule!r} needs at least 1 to end at; use "
+            "'constant', or more steps or a smaller interval"
+        )
+    if lr_warmup > total_updates:
+        raise ValueError(f"lr_warmup={lr_warmup} does not fit {total_updates} updates; use at most as many")

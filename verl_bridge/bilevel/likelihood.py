@@ -1,9 +1,9 @@
 """BRIDGE's answer likelihoods: plan first, score once.
 
-ℓ_d, the policy's log-likelihood of the gold answer given document d (METHODS §2.3; exact context [ours]), is needed for
-every candidate of every retrieval turn. What precedes the document is the question's prompt, or the trajectory up to
-and including the query. With the question alone the same (question, document, answer) comes back across the rollouts of
-a group, so the plan lists each sequence once and remembers who needs it. With several golds ℓ_d is the largest of
+ℓ_d, the policy's log-likelihood of the gold answer given document d (exact context [ours]), is needed for every
+candidate of every retrieval turn. What precedes the document is the question's prompt, or the trajectory up to and
+including the query. With the question alone the same (question, document, answer) comes back across the rollouts of a
+group, so the plan lists each sequence once and remembers who needs it. With several golds ℓ_d is the largest of
 theirs [ours]. No torch, no host: the caller scores the plan's sequences with its policy and hands the sums to
 ``plan.gather``.
 """

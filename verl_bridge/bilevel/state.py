@@ -111,6 +111,9 @@ class LearnerState:
         share = self.numbers.get("first_top1_share", 1.0)
         if type(share) is not float or not 0 <= share <= 1:
             raise ValueError(f"its number 'first_top1_share' is {share!r}; a share from 0.0 to 1.0 is needed")
+        first = self.numbers.get("first_top1_documents", 1)
+        if type(first) is not int or first < 1:
+            raise ValueError(f"its number 'first_top1_documents' is {first!r}; a whole number of at least 1 is needed")
 
     # ---- bytes and folders ------------------------------------------------------------------------------------
 
@@ -137,7 +140,8 @@ class LearnerState:
     def save(self, directory: str | os.PathLike, encoder: QueryEncoder) -> None:
         """Writes ``adapter/`` (PEFT format), ``updater.safetensors`` and ``updater.json``; appears when complete.
 
-        What was there before stays until then. Raises OSError that names the folder when it cannot be written.
+        The encoder says how its adapters are built; the weights are the state's. What was there before stays until
+        then. Raises OSError that names the folder when it cannot be written.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -145,7 +149,7 @@ class LearnerState:
         tensors = {name: value for name, value in self.tensors().items() if not name.startswith("adapter/")}
         try:
             with new_folder(directory) as folder:
-                encoder.save_adapter(folder / "adapter")
+                encoder.save_adapter(folder / "adapter", self.adapters["adapter"])
                 save_file(tensors, folder / "updater.safetensors")
                 (folder / "updater.json").write_text(json.dumps(self.numbers, indent=2) + "\n")
         except (OSError, SafetensorError) as error:

@@ -92,9 +92,22 @@ class BatchTensors:
         """Inner products of a group's query vectors ``(texts, dim)`` with the candidates, ``(rows, candidates)``."""
         return torch.einsum("td,tcd->tc", vectors[group.query], self.documents[self.document_index[group.rows]])
 
+    def counts(self, rows: torch.Tensor) -> dict[str, int]:
+        """Of the turns ``rows``: all, those with RL credit, the candidates of those, and those with a hit."""
+        mask, rl = self.mask[rows], self.rl_mask[rows]
+        hits = 0 if self.hits is None else int((self.hits[rows] & mask).any(dim=-1).sum())
+        return {
+            "turns": len(rows),
+            "rl_turns": int(rl.sum()),
+            "rl_candidates": int(mask[rl].sum()),
+            "hit_turns": hits,
+        }
+
     def top_documents(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """The likeliest document of every distinct query at its first turn, ``(queries,)``."""
+        """The likeliest document of every distinct query at its first turn that is not NaN, ``(queries,)`` or fewer."""
         first = torch.full((len(self.queries),), len(self), device=self.query_index.device)
         turns = torch.arange(len(self), device=first.device)
-        first = first.scatter_reduce(0, self.query_index, turns, "amin")
+        known = ~log_probs.isnan().any(dim=-1)
+        first = first.scatter_reduce(0, self.query_index[known], turns[known], "amin")
+        first = first[first < len(self)]
         return self.document_index[first].gather(1, log_probs[first].argmax(-1, keepdim=True)).squeeze(1)

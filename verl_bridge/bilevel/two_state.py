@@ -1,8 +1,8 @@
-"""The estimator ``two_state``: a second retriever state that follows the RAG loss alone (METHODS §2.9 [paper]).
+"""The estimator ``two_state``: a second retriever state that follows the RAG loss alone [paper].
 
-With η_γ = argmin F + γG and η* = argmin G, the policy's gradient gains γ·[∇_θG(θ, η_γ) - ∇_θG(θ, η*)]. A turn's part
-of G has the derivative -post_d(η)/τ_l in ℓ_d, so all that the policy needs of the two states is how their posteriors
-differ, ``UpdateResult.evidence_shift``.
+"Estimators" in algorithms/README.md says what it is for. With η_γ = argmin F + γG and η* = argmin G, the policy's
+gradient gains γ·[∇_θG(θ, η_γ) - ∇_θG(θ, η*)]. A turn's part of G has the derivative -post_d(η)/τ_l in ℓ_d, so all that
+the policy needs of the two states is how their posteriors differ, ``UpdateResult.evidence_shift``.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ class TwoStateUpdater(RetrieverUpdater):
 
     def _second_state(
         self, data: BatchTensors, passes: Sequence[torch.Tensor], updates: int
-    ) -> tuple[dict[str, float], list[list[float]] | None, int]:
+    ) -> tuple[dict[str, float], torch.Tensor | None, int]:
         shift = self._posterior(data)
         state, version = self.encoder.adapter_state(), self.encoder.adapter_version
         self.encoder.set_adapter_state(self.lower_state, version)
-        try:
-            # L_RAG knows no p_old
-            trained = self.lower.train(data, passes, updates=updates)
-            shift = shift - self._posterior(data)
-            self.lower_state = self.encoder.adapter_state()
-        finally:
-            self.encoder.set_adapter_state(state, version)
+        # L_RAG knows no p_old
+        trained = self.lower.train(data, passes, updates=updates)
+        shift = shift - self._posterior(data)
+        self.lower_state = self.encoder.adapter_state()
+        self.encoder.set_adapter_state(state, version)
         metrics = {
             "bridge/lower/loss_rag": trained.metrics().get("bridge/loss_rag"),
             "bridge/lower/grad_norm": trained.metrics().get("bridge/grad_norm"),
             # half the sum of sizes: how much of the posterior lies elsewhere
-            "bridge/evidence_shift": float(shift.abs().sum(dim=-1).mean() / 2),
+            "bridge/evidence_shift": float(shift.nan_to_num().abs().sum(dim=-1).mean() / 2),
         }
-        rows = [row[: int(count)] for row, count in zip(shift.tolist(), data.mask.sum(dim=-1), strict=True)]
-        return {key: value for key, value in metrics.items() if value is not None}, rows, trained.dropped
+        return {key: value for key, value in metrics.items() if value is not None}, shift, trained.dropped
 
     def _posterior(self, data: BatchTensors) -> torch.Tensor:
-        """post_d under the encoder's adapter as it is, ``(turns, candidates)``."""
+        """post_d under the encoder's adapter as it is, ``(turns, candidates)``; NaN where scores are not finite."""
         everything = torch.arange(len(data), device=data.mask.device)
         log_probs = self.learner.log_probs(data, [everything])
-        return answer_posterior(log_probs, data.log_likelihood, data.mask, self.learner.tau_likelihood)
+        bad = log_probs.isnan().any(dim=-1, keepdim=True)
+        log_probs = log_probs.masked_fill(bad, 0.0)
+        posterior = answer_posterior(log_probs, data.log_likelihood, data.mask, self.learner.tau_likelihood)
+        return posterior.masked_fill(bad, torch.nan)
 
     # ---- saving and resuming ----------------------------------------------------------------------------------
 
@@ -79,9 +79,8 @@ class TwoStateUpdater(RetrieverUpdater):
         state.moments["lower_optimizer"] = optimizer_moments(self.lower.optimizer, self.lower.parameters)
         return state
 
-    def set_state(self, state: LearnerState) -> None:
-        """As of one state. Raises ValueError, nothing changed, for a state that was saved without a second one."""
-        super().set_state(state)
+    def _put_back(self, state: LearnerState) -> None:
+        super()._put_back(state)
         device = self.encoder.base.model.device
-        self.lower_state = {name: value.to(device).clone() for name, value in state.adapters["lower"].items()}
+        self.lower_state = {name: value.to(device) for name, value in state.adapters["lower"].items()}
         set_moments(self.lower.optimizer, self.lower.parameters, state.moments.get("lower_optimizer", {}))

@@ -1,7 +1,7 @@
 """BRIDGE's retriever update: one step of the lower level on a batch of retrieval turns. Knows no host.
 
-The loss is (L_RL + γ·L_RAG)/(1+γ) over the candidates of each turn (METHODS §2.2–2.7); only the LoRA adapter of the
-query encoder moves, document vectors and index stay as they are.
+The loss is (L_RL + γ·L_RAG)/(1+γ) over the candidates of each turn ("BRIDGE" in algorithms/README.md); only the LoRA
+adapter of the query encoder moves, document vectors and index stay as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class UpdateResult:
         version: the adapter version after it.
         metrics: ``bridge/*`` figures.
         evidence_shift: with two states, per turn and candidate post_d(η_γ) - post_d(η*), post_d(η) =
-            softmax_d(log p_η(d|q) + ℓ_d/τ_l), after both states' steps; None with one state.
+            softmax_d(log p_η(d|q) + ℓ_d/τ_l), after both states' steps, 0 for a turn whose scores are not finite; None
+            with one state.
     """
 
     version: int
@@ -105,9 +106,14 @@ class RetrieverUpdater:
     def update(self, batch: RetrieverBatch) -> UpdateResult:
         """Trains on a batch and raises the adapter's version once when a step was taken.
 
+        A step whose scores, loss or gradient are not finite is not taken (``bridge/steps_dropped``). Where scores are
+        computed before the steps, for p_old, turns whose scores are not finite take no part in them; these and those
+        without an evidence shift for that reason are ``bridge/turns_not_finite``. On an exception everything is as it
+        was before the call.
+
         Raises:
-            ValueError: a turn was served by a version that is neither current nor kept, or an answer likelihood or
-                advantage is not finite.
+            ValueError: a turn was served by a version that is neither current nor kept, an answer likelihood or
+                advantage is not finite, or the parameters of an adapter are not.
             KeyError: a candidate that the index does not have.
         """
         started = time.perf_counter()
@@ -115,12 +121,29 @@ class RetrieverUpdater:
             return UpdateResult(self.encoder.adapter_version, {"bridge/turns": 0.0}, [] if self.two_states else None)
         self._check(batch)
         data = BatchTensors.of(batch, self.index, self.encoder.base.model.device)
+        before, collapsed = self.state(), self.collapsed
+        try:
+            metrics, shift = self._train(batch, data, before.adapters["adapter"])
+        except BaseException:  # out of memory between two steps, say: half an update serves nobody
+            self._put_back(before)
+            self.collapsed = collapsed
+            raise
+        metrics["bridge/update_seconds"] = time.perf_counter() - started
+        return UpdateResult(self.encoder.adapter_version, metrics, shift)
+
+    def _train(
+        self, batch: RetrieverBatch, data: BatchTensors, before: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, float], list[list[float]] | None]:
+        """Metrics and evidence shift of an update; ``before`` is the adapter as it is."""
         passes = self._passes(len(data))
         # A single step on turns of the present adapter sees p_old itself; otherwise it takes a pass of its own.
         known = len(passes) == 1 and set(batch.adapter_version) == {self.encoder.adapter_version}
         old = None if known else self._served_log_probs(data, batch.adapter_version, passes)
-        before, version = self.encoder.adapter_state(), self.encoder.adapter_version
-        updates = self.counters["updates"]
+        bad = torch.zeros(len(data), dtype=torch.bool, device=data.mask.device)
+        if old is not None:
+            bad = old.isnan().any(dim=-1)
+            passes = [rows[~bad[rows]] for rows in passes if not bad[rows].all()]
+        version, updates = self.encoder.adapter_version, self.counters["updates"]
         trained = self.learner.train(data, passes, updates=updates, old_log_probs=old)
         if trained.steps:
             if self.max_staleness:
@@ -128,6 +151,13 @@ class RetrieverUpdater:
                 self.served = {v: s for v, s in self.served.items() if v > version - self.max_staleness}
             self.encoder.adapter_version = version + 1
         second, shift, dropped = self._second_state(data, passes, updates)
+        if shift is not None:
+            bad = bad | shift.isnan().any(dim=-1)
+            shift = shift.masked_fill(bad.unsqueeze(1), 0.0)
+        if left_out := int(bad.sum()):
+            logger.warning(
+                "%d of %d retrieval turns have scores that are not finite and are left out", left_out, len(data)
+            )
         self.counters["updates"] += 1
         self.counters["steps"] += len(trained.steps)
         self.counters["steps_dropped"] += trained.dropped + dropped
@@ -139,16 +169,22 @@ class RetrieverUpdater:
             "bridge/unique_queries": float(len(data.queries)),
             "bridge/lr": self.learner.learning_rate,
             "bridge/steps_dropped": float(trained.dropped + dropped),
+            "bridge/turns_not_finite": float(left_out),
             "bridge/adapter_version": float(self.encoder.adapter_version),
         }
         metrics |= self._watch(data, trained.first_log_probs if old is None else old, metrics)
-        metrics["bridge/update_seconds"] = time.perf_counter() - started
-        return UpdateResult(self.encoder.adapter_version, metrics, shift)
+        if shift is None:
+            return metrics, None
+        sizes = data.mask.sum(dim=-1).tolist()
+        return metrics, [row[:size] for row, size in zip(shift.tolist(), sizes, strict=True)]
 
     def _second_state(
         self, data: BatchTensors, passes: Sequence[torch.Tensor], updates: int
-    ) -> tuple[dict[str, float], list[list[float]] | None, int]:
-        """Metrics, evidence shift and steps dropped of a second state; there is none here."""
+    ) -> tuple[dict[str, float], torch.Tensor | None, int]:
+        """Metrics, evidence shift ``(turns, candidates)`` and steps dropped of a second state; there is none here.
+
+        The shift of a turn whose scores are not finite is NaN.
+        """
         return {}, None, 0
 
     def _check(self, batch: RetrieverBatch) -> None:
@@ -167,16 +203,22 @@ class RetrieverUpdater:
                 )
 
     def _passes(self, turns: int) -> list[torch.Tensor]:
-        """The turns of every optimiser step: minibatches in a fresh order each epoch."""
+        """The turns of every optimiser step: minibatches of nearly equal size in a fresh order each epoch.
+
+        A remainder of one turn would move the adapter as far as a full minibatch, by AdamW's nature.
+        """
         device = self.encoder.base.model.device
-        size = self.minibatch_size or turns
+        parts = math.ceil(turns / (self.minibatch_size or turns))
         orders = [torch.randperm(turns, generator=self.generator) for _ in range(self.epochs)]
-        return [rows.sort().values.to(device) for order in orders for rows in order.split(size)]
+        return [rows.sort().values.to(device) for order in orders for rows in order.tensor_split(parts)]
 
     def _served_log_probs(
         self, data: BatchTensors, versions: Sequence[int], passes: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """log p_old(d|q) under the adapter that served each turn, ``(turns, candidates)``; padding holds -inf."""
+        """log p_old(d|q) under the adapter that served each turn, ``(turns, candidates)``; padding holds -inf.
+
+        A turn whose scores are not finite is NaN throughout.
+        """
         current, current_version = self.encoder.adapter_state(), self.encoder.adapter_version
         out = torch.full(data.mask.shape, -torch.inf, device=data.mask.device)
         wanted = torch.tensor(list(versions), device=data.mask.device)
@@ -196,11 +238,13 @@ class RetrieverUpdater:
         change = sum((p.detach() - self.initial[n]).square().sum() for n, p in self.parameters.items())
         start = sum(value.square().sum() for value in self.initial.values())
         drift = float((change / start).sqrt())
-        if log_probs is None:  # the only step was dropped before there were any
+        top = None if log_probs is None else data.top_documents(log_probs)
+        if top is None or not len(top):  # no scores: the only step was dropped, or no turn's are finite
             return {"bridge/adapter_drift": drift, "bridge/collapsed": float(self.collapsed)}
-        share = data.top_documents(log_probs).unique().numel() / len(data.queries)
+        documents = top.unique().numel()
         reason = self.watch.check(
-            top1_share=share,
+            documents=documents,
+            queries=len(top),
             entropy=metrics.get("bridge/retrieval_entropy"),
             candidates=float(data.mask.sum(dim=-1).float().mean()),
             drift=drift,
@@ -213,7 +257,7 @@ class RetrieverUpdater:
         self.collapsed = reason is not None
         return {
             "bridge/adapter_drift": drift,
-            "bridge/distinct_top1_share": share,
+            "bridge/distinct_top1_share": documents / len(top),
             "bridge/collapsed": float(self.collapsed),
         }
 
@@ -223,7 +267,7 @@ class RetrieverUpdater:
         """A copy of all that :meth:`set_state` needs."""
         numbers: dict[str, float] = {**self.counters, "adapter_version": self.encoder.adapter_version}
         if self.watch.first_share is not None:
-            numbers["first_top1_share"] = self.watch.first_share
+            numbers |= {"first_top1_share": self.watch.first_share, "first_top1_documents": self.watch.first_documents}
         adapters = {"adapter": self.encoder.adapter_state(), "initial": self.initial}
         adapters |= {f"served/{version}": state for version, state in self.served.items()}
         moments = {"optimizer": optimizer_moments(self.learner.optimizer, self.parameters)}
@@ -233,11 +277,15 @@ class RetrieverUpdater:
         """Continues from :meth:`state` as if never interrupted. Raises ValueError, nothing changed, if it misfits."""
         counters = ("adapter_version", *self.counters)
         state.check(self.parameters, lower=self.two_states, counters=counters)
+        self._put_back(state)
+
+    def _put_back(self, state: LearnerState) -> None:
+        """As :meth:`set_state`, for a state that is known to fit."""
+        self.learner.optimizer.zero_grad(set_to_none=True)
         self.encoder.set_adapter_state(state.adapters["adapter"], int(state.numbers["adapter_version"]))
         device = self.encoder.base.model.device
         kept = {
-            name: {key: value.to(device).clone() for key, value in adapter.items()}
-            for name, adapter in state.adapters.items()
+            name: {key: value.to(device) for key, value in adapter.items()} for name, adapter in state.adapters.items()
         }
         self.initial = kept["initial"]
         self.served = {
@@ -247,6 +295,7 @@ class RetrieverUpdater:
         self.generator.set_state(state.rng)
         self.counters = {key: int(state.numbers[key]) for key in self.counters}
         self.watch.first_share = state.numbers.get("first_top1_share")
+        self.watch.first_documents = state.numbers.get("first_top1_documents")
         self.collapsed = False
 
     def state_bytes(self) -> bytes:

@@ -2,7 +2,7 @@
 
 Both score the answers once without gradient and take the gradient of the policy's own loss. ``bridge`` steps one
 retriever state; ``two_state`` steps two, one after the other on the same encoder, and adds the correction
-γ·[∇G(θ, η_γ) - ∇G(θ, η*)] to the policy's gradient (METHODS §2.9), which goes through the answers' log-likelihoods. G's
+γ·[∇G(θ, η_γ) - ∇G(θ, η*)] to the policy's gradient [paper], which goes through the answers' log-likelihoods. G's
 slope in ℓ_d is -post_d/τ_l over the number of turns, so that the correction is one backward pass over the planned
 sequences, each once, weighted by how far the two states' posteriors differ.
 """

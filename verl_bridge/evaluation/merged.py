@@ -1,4 +1,4 @@
-"""The table of the "one search segment" ablation (METHODS §1.8), measured on saved rollouts."""
+"""The table of the "one search segment" ablation, measured on saved rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accuracy and grounding of saved rollouts (METHODS §1.11), counted row by row: memory does not grow with the files."""
+"""Accuracy and grounding of saved rollouts, counted row by row: memory does not grow with the files."""
 
 from __future__ import annotations
 

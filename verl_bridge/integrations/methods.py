@@ -19,27 +19,33 @@ from verl_bridge.algorithms.grounding import grounding_metrics
 from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.integrations.checks import GROUP_RELATIVE, trains_adapter
 from verl_bridge.integrations.rollout_batch import RolloutBatch, save_rollouts
-from verl_bridge.integrations.verl.retrieval import TrainerRetrieval
-from verl_bridge.integrations.verl.schedule import retriever_objective
+from verl_bridge.integrations.verl.retrieval import Probe, TrainerRetrieval
+from verl_bridge.integrations.verl.schedule import check_course, retriever_objective
 from verl_bridge.qa.signals import tool_use_warning
 
 logger = logging.getLogger(__name__)
 
 
 class SearchMethods:
-    """The host's trainer gives ``config`` and ``global_steps``, its ``__init__`` the rest.
+    """Beside the host's trainer, and before it in the list of bases.
+
+    The host's trainer gives ``config``, ``global_steps`` and ``total_training_steps``, its ``__init__`` the rest.
 
     Args:
         settings: the checked ``verl_bridge`` section.
         base_estimator: verl's name of the estimator that GCA builds on.
+        probe: (query, aliases) whose recall is logged at validations.
         retrieval: who learns and serves; None before it is started, and where a host's run needs none.
     """
 
     config: Any
     global_steps: int
+    total_training_steps: int
     settings: VerlBridgeConfig
     base_estimator: str
+    probe: Probe
     retrieval: TrainerRetrieval | None = None
+    _has_trained: bool = False  # on a batch, in this process
 
     @property
     def _trains_adapter(self) -> bool:
@@ -53,6 +59,39 @@ class SearchMethods:
     def _group_relative(self) -> bool:
         return self.base_estimator in GROUP_RELATIVE
 
+    # ---- the host's hooks, alike in all of them ---------------------------------------------------------------
+
+    def _validate(self) -> dict[str, float]:
+        metrics = super()._validate()
+        if self.probe:
+            found = self.retrieval.recall(self.probe, self.settings.retriever.shown)
+            metrics.update({f"val/retrieval/{name}": value for name, value in found.items()})
+        return metrics
+
+    def _save_checkpoint(self) -> None:
+        # Before verl writes its "latest" marker: a step that counts as saved has its adapter beside it.
+        if self._trains_adapter:
+            self.retrieval.save(self._checkpoint_folder(self.global_steps))
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self._trains_adapter and self.global_steps > 0:
+            self.retrieval.load(self._checkpoint_folder(self.global_steps, resumed=True))
+
+    def fit(self, *arguments: Any, **keywords: Any) -> None:
+        """The host's training. The adapter is saved at its end, unless nothing was trained on (``val_only``)."""
+        try:
+            super().fit(*arguments, **keywords)
+            if self._trains_adapter and self._has_trained:
+                self.retrieval.save_adapter(self._run_folder() / "adapter")
+        finally:
+            self._stop_serving()
+
+    def _stop_serving(self) -> None:
+        if self.retrieval is not None:
+            self.retrieval.stop()
+
     # ---- the retriever ----------------------------------------------------------------------------------------
 
     def _updater(self, seed: int, *, total_updates: int, max_staleness: int) -> Any:
@@ -62,11 +101,15 @@ class SearchMethods:
             seed: of the order in which turns are visited.
             total_updates: of the whole run, for the learning rate's course.
             max_staleness: see ``bridge.max_staleness``; 0 where rollouts are always served by the newest version.
+
+        Raises:
+            ConfigError: the learning rate's course does not fit so many updates.
         """
         from verl_bridge.bilevel.two_state import TwoStateUpdater
         from verl_bridge.bilevel.updater import RetrieverUpdater
 
         bridge = self.settings.bridge
+        check_course(bridge, updates=total_updates, total_steps=self.total_training_steps)
         names = "lr gamma tau_retrieval tau_posterior tau_likelihood clip credit_weights minibatch_size epochs".split()
         names += "lr_schedule lr_warmup weight_decay max_grad_norm compute_dtype".split()
         two = bridge.estimator == "two_state"
@@ -95,11 +138,12 @@ class SearchMethods:
     # ---- one batch --------------------------------------------------------------------------------------------
 
     def _assess(self, rollouts: RolloutBatch, metrics: dict) -> tuple[torch.Tensor, credit.BatchSignals]:
-        """The rollouts' advantages ``(batch,)`` and what their traces say; their metrics are added.
+        """The rollouts' advantages ``(batch,)`` and what their traces say; their metrics are added. Training begins so.
 
         Raises:
             RuntimeError: every search failed.
         """
+        self._has_trained = True
         advantages = credit.trajectory_advantages(
             self.base_estimator,
             rollouts.advantages,

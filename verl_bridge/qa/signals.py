@@ -12,7 +12,7 @@ from verl_bridge.trace import SearchTrace, SearchTurn
 
 @dataclass(frozen=True)
 class Signals:
-    """Sub-outcomes of one rollout (METHODS: H, j*, C).
+    """Sub-outcomes of one rollout: H, j* and C of ``algorithms/README.md``.
 
     Args:
         hit: some observation that entered the context holds a gold alias.

@@ -2,7 +2,7 @@
 
 Ray starts an actor that died again, from nothing. So everything that changes what is served is given to a keeper, an
 actor of its own, before it is acknowledged and before anything is searched with it; a retriever that starts again goes
-on from there. Ray is imported only where it is used.
+on from there. When that fails nothing more is searched. Ray is imported only where it is used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from verl_bridge.retrieval.keeper import keeper_name, start_keeper
 from verl_bridge.retrieval.service import RetrieverService
 
 logger = logging.getLogger(__name__)
+
+KEEPER_TIMEOUT = 60.0  # seconds for an answer of the keeper, which has nothing to do but to copy some megabytes
 
 
 class RetrieverLost(RuntimeError):
@@ -46,6 +48,7 @@ class RetrieverActor(RetrieverService):
         except ValueError as error:
             raise _lost_keeper() from error
         self._done: tuple[str, dict[str, Any]] | None = None
+        self._not_kept: Exception | None = None  # why what is loaded may not be searched with
         if keeper is not None:
             self._batcher.call(self._restore)
 
@@ -77,15 +80,23 @@ class RetrieverActor(RetrieverService):
         self._keep()
         return result
 
-    # ---- both on the worker thread: what is searched next has been kept ----
+    # ---- all on the worker thread: what is searched next has been kept ----
+
+    def _search(self, calls: list[tuple[list[str], int]]) -> list[list[dict[str, Any]]]:
+        if self._not_kept is not None:
+            raise RuntimeError(f"adapter version {self._retriever.version} is not searched with: {self._not_kept}")
+        return super()._search(calls)
 
     def _keep(self, done: tuple[str, dict[str, Any]] | None = None) -> None:
-        self._done = done
-        if self._keeper is None:
-            return
-        queries = self._retriever.encoder.queries
-        state = queries.adapter_bytes() if self._updater is None else self._updater.state_bytes()
-        self._ask(self._keeper.keep, self._retriever.version, state, done)
+        if self._keeper is not None:
+            queries = self._retriever.encoder.queries
+            try:
+                state = queries.adapter_bytes() if self._updater is None else self._updater.state_bytes()
+                self._ask(self._keeper.keep, self._retriever.version, state, done)
+            except Exception as error:
+                self._not_kept = error
+                raise
+        self._done, self._not_kept = done, None
 
     def _restore(self) -> None:
         version, state = self._ask(self._keeper.current)
@@ -103,8 +114,9 @@ class RetrieverActor(RetrieverService):
         from ray.exceptions import RayError
 
         try:
-            return method.remote(*arguments).future().result()  # ray.get would speak of the actor's event loop
-        except RayError as error:
+            # ray.get would speak of the actor's event loop
+            return method.remote(*arguments).future().result(timeout=KEEPER_TIMEOUT)
+        except (RayError, TimeoutError) as error:
             raise _lost_keeper() from error
 
 
@@ -247,7 +259,7 @@ def get_retriever(name: str) -> Any:
 
 def _lost_keeper() -> RuntimeError:
     return RuntimeError(
-        "the keeper of the retriever's state is lost, so nothing can be acknowledged any more; resume the run from its "
+        "the keeper of the retriever's state is lost or hangs, so nothing can be acknowledged; resume the run from its "
         "last checkpoint"
     )
 

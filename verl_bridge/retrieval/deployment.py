@@ -241,14 +241,29 @@ def get_serving(name: str) -> ServedRetriever:
         raise RuntimeError(f"no retriever {name!r} is served in this Ray cluster; call start_serving first") from None
 
 
+def stop_serving(name: str) -> None:
+    """Deletes what is served under a name, complete or not: for what is left of a process that was killed."""
+    import ray
+
+    try:
+        keeper = ray.get_actor(keeper_name(name), namespace=NAMESPACE)
+    except ValueError:
+        keeper = None
+    _stop(name, keeper)
+
+
 def _start_keeper(name: str, settings: dict[str, Any], shape: dict[str, Any]) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    taken = ValueError(f"a retriever or Serve application {name!r} runs in this Ray cluster; choose another name")
+    delete = f"from verl_bridge.retrieval.deployment import stop_serving; stop_serving({name!r})"
+    taken = ValueError(
+        f"a retriever or Serve application {name!r} runs in this Ray cluster; choose another name or, if it is left of "
+        f"a run that was killed, delete it: python -c \"import ray; ray.init('auto'); {delete}\""
+    )
     if _status(name) is not None:
         raise taken
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     try:
         return (
             ray.remote(ApplicationKeeper)
@@ -296,7 +311,8 @@ def _stop(name: str, keeper: Any) -> None:
     import ray
     from ray import serve
 
-    ray.kill(keeper)
+    if keeper is not None:
+        ray.kill(keeper)
     if _status(name) is not None:
         serve.delete(name)
     left = serve.status()

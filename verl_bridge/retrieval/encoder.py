@@ -325,10 +325,10 @@ class QueryEncoder:
                 parameter.copy_(state[name])
         self.adapter_version = version
 
-    def save_adapter(self, directory: str | os.PathLike) -> None:
-        """Writes the adapter in PEFT format (adapter_config.json, safetensors); the folder appears when complete."""
+    def save_adapter(self, directory: str | os.PathLike, state: dict[str, torch.Tensor] | None = None) -> None:
+        """Writes the adapter in PEFT format, or ``state`` in its place; the folder appears when complete."""
         with new_folder(directory) as folder:
-            self.base.adapter.save_pretrained(folder, safe_serialization=True)
+            self.base.adapter.save_pretrained(folder, safe_serialization=True, state_dict=state)
             (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
 
     def adapter_bytes(self) -> bytes:

@@ -100,6 +100,17 @@ def test_refusals_name_key_value_and_fix(kwargs, message):
         prepared(**kwargs)
 
 
+@pytest.mark.parametrize(("path", "taken"), [(None, True), ("no_such_tools.yaml", False)])
+def test_the_loop_for_function_calls_has_its_tools_checked(path, taken):
+    made = config(loop="verl_bridge_tool_agent")
+    made.actor_rollout_ref.rollout.multi_turn = {"tool_config_path": path, "function_tool_path": None}
+    if taken:
+        assert prepare_config(made, load_settings(made), "sync") == "grpo"
+    else:
+        with pytest.raises(ConfigError, match=r"multi_turn.tool_config_path=no_such_tools.yaml gives no tools"):
+            prepare_config(made, load_settings(made), "sync")
+
+
 TWO = {**ON, "estimator": "two_state"}
 
 

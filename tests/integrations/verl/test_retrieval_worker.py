@@ -86,7 +86,34 @@ def test_a_lost_worker_and_a_failing_disk_are_told_with_the_last_good_version(st
     for work in (made.save, made.save_adapter):
         with pytest.raises(RuntimeError, match=r"^/runs/step_4 was not written: .*No space left.*resume from the last"):
             work("/runs/step_4")
-    started.actor.fails = ValueError("it is damaged")  # what the learner refuses it explains itself
-    for work in (made.load, made.update):
-        with pytest.raises(ValueError, match=r"^it is damaged$"):
-            work("x")
+    for refused in (ValueError("it is damaged"), KeyError("it is damaged")):  # what is refused explains itself
+        started.actor.fails = refused
+        for work in (made.load, made.update):
+            with pytest.raises(type(refused), match=r"^'?it is damaged'?$"):
+                work("x")
+
+
+def test_an_update_that_fails_says_from_where_to_resume(started):
+    made = retrieval.TrainerRetrieval(settings(), seed=0, updater="u")
+    made.update("batch")
+
+    def failing():
+        started.actor.fails = MemoryError("tried to allocate 2 GiB")
+        with pytest.raises(RuntimeError) as error:
+            made.update("batch")
+        started.actor.fails = None
+        return str(error.value)
+
+    reason = "the retriever's update failed: MemoryError: tried to allocate 2 GiB; adapter version"
+    assert failing() == f"{reason} 1 is the last good one: resume from the last checkpoint"
+    made.save("/runs/global_step_4/retriever")
+    assert failing() == f"{reason} 1 is the last good one: resume from /runs/global_step_4/retriever"
+    started.actor.fails = OSError("disk")
+    with pytest.raises(RuntimeError, match=r"/runs/global_step_5/retriever was not .*resume from /runs/global_step_4"):
+        made.save("/runs/global_step_5/retriever")
+    started.actor.fails = RetrieverLost("it died")
+    with pytest.raises(RetrieverLost, match=r"it died; adapter version 1 .*from /runs/global_step_4/retriever$"):
+        made.update("batch")
+    started.actor.fails = None
+    made.load("/runs/global_step_2/retriever")
+    assert failing() == f"{reason} 7 is the last good one: resume from /runs/global_step_2/retriever"

@@ -10,6 +10,7 @@ from verl_bridge.config.schema import BridgeConfig, ConfigError
 from verl_bridge.integrations.verl.schedule import (
     PHASED,
     Learners,
+    check_course,
     count_updates,
     first_phase_steps,
     learners,
@@ -52,10 +53,22 @@ def test_what_the_retriever_follows(schedule, estimator, objective):
 
 
 def test_the_first_phase_is_half_of_the_run_or_what_is_asked_for():
-    assert [first_phase_steps("rag_then_rl", None, total) for total in (1, 2, 5, 250)] == [1, 1, 2, 125]
+    assert [first_phase_steps("rag_then_rl", None, total) for total in (2, 3, 5, 250)] == [1, 1, 2, 125]
     assert first_phase_steps("rl_then_rag", 3, 4) == 3 and first_phase_steps("bridge", None, 250) == 0
-    with pytest.raises(ConfigError, match=r"bridge.schedule_steps=4 of 4 steps .*second phase of schedule=rl_then_rag"):
-        first_phase_steps("rl_then_rag", 4, 4)
+    assert first_phase_steps("bridge", None, 1) == 0  # one phase needs no room for another
+    for steps, total, fix in (
+        (4, 4, "lower it, or raise"),
+        (9, 4, "lower it, or raise"),
+        (None, 1, "raise"),
+        (1, 1, "raise"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            first_phase_steps("rl_then_rag", steps, total)
+        assert str(error.value) == (
+            f"verl_bridge.bridge.schedule_steps={steps}, a first phase of {steps or 1} steps, leaves none for the "
+            f"second phase of schedule=rl_then_rag with trainer.total_training_steps={total}: "
+            f"{fix} trainer.total_training_steps"
+        )
 
 
 def test_updates_of_a_run():
@@ -79,3 +92,24 @@ def test_the_count_is_that_of_the_batches_the_retriever_learns_from(schedule, to
     )
     counted = count_updates(schedule, total_steps=total, first_phase=phase, batches_per_step=batches, interval=interval)
     assert counted == learnt
+
+
+def test_a_learning_rate_that_falls_needs_updates_to_fall_over():
+    none = {"updates": 0, "total_steps": 5}
+    check_course(BridgeConfig(interval=10), **none)
+    check_course(BridgeConfig(interval=10, lr_warmup=2), **none)  # cut short before it began
+    for schedule in ("linear", "cosine"):
+        check_course(BridgeConfig(lr_schedule=schedule), updates=1, total_steps=5)
+        with pytest.raises(ConfigError) as error:
+            check_course(BridgeConfig(interval=10, lr_schedule=schedule), **none)
+        assert str(error.value) == (
+            f"verl_bridge.bridge.lr_schedule={schedule} ends with the last retriever update, but "
+            "verl_bridge.bridge.interval=10, schedule=bridge and schedule_steps=None leave none in "
+            "trainer.total_training_steps=5: lower the interval, raise the steps, or set lr_schedule=constant"
+        )
+    falling = BridgeConfig(lr_schedule="cosine", lr_warmup=3)
+    check_course(falling, updates=3, total_steps=3)
+    with pytest.raises(
+        ConfigError, match=r"bridge\.lr_warmup=3 is more than the 2 retriever updates of trainer\.total"
+    ):
+        check_course(falling, updates=2, total_steps=2)

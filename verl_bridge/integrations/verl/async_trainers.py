@@ -8,6 +8,11 @@ versions behind teach nothing. When a new adapter is seen:
   the new policy and the new adapter at once.
 - separate_async: generation never pauses for the trainer. A step is ``parameter_sync_step`` local updates of policy
   and retriever; each adapter serves from then on, the policy's weights once a step.
+
+What is logged for such a step verl makes from its local updates, by the names of the metrics (``MetricsAggregator``):
+the mean, but the largest of ``*_max``, the last of ``bridge/lr`` and the sum of ``timing_s/*``. So
+``bridge/adapter_version`` 1.5 is the mean of versions 1 and 2, and ``bridge/collapsed`` 0.5 says that one update of two
+found a collapse.
 """
 
 from __future__ import annotations

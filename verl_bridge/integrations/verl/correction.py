@@ -1,6 +1,6 @@
 """``estimator: two_state``: the correction terms of the policy gradient, as further rows of verl's policy update.
 
-The penalised problem's policy gradient adds γ·∇_θ[G(θ,η_γ) − G(θ,η*)] to that of F (METHODS §2.9) [paper]. With
+The penalised problem's policy gradient adds γ·∇_θ[G(θ,η_γ) − G(θ,η*)] to that of F [paper]. With
 G = −mean over turns of log Σ_d p_η(d|q)·exp(ℓ_d/τ_l) its descent direction is (γ/τ_l)·mean Σ_d e_d·∇_θ ℓ_d, where
 e_d = post_d(η_γ) − post_d(η*), and ℓ_d is the log-probability of an answer: a sum of c_s·Σ_t ∇_θ log π_t over the
 planned sequences. So each sequence with c_s ≠ 0 becomes a row whose response is the answer, whose old log-probs are

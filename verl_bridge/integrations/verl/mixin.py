@@ -11,14 +11,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from math import lcm
 from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
+from verl.workers.rollout.utils import get_max_position_embeddings
 
 from verl_bridge import credit
 from verl_bridge.config import load_settings
@@ -165,44 +167,20 @@ class SearchTrainerMixin(SearchMethods):
         metrics["bridge/correction/rows"] = float(len(larger) - len(batch))
         return batch
 
-    def _validate(self) -> dict[str, float]:
-        metrics = super()._validate()
-        if self.probe:
-            found = self.retrieval.recall(self.probe, self.settings.retriever.shown)
-            metrics.update({f"val/retrieval/{name}": value for name, value in found.items()})
-        return metrics
-
-    def _save_checkpoint(self) -> None:
-        # Before verl writes its "latest" marker: a step that counts as saved has its adapter beside it.
-        if self._trains_adapter:
-            self.retrieval.save(self._checkpoint_folder(self.global_steps))
-        super()._save_checkpoint()
-
-    def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()
-        if self._trains_adapter and self.global_steps > 0:
-            self.retrieval.load(self._checkpoint_folder(self.global_steps, resumed=True))
-
-    def fit(self, agent_loop_manager: Any) -> None:
-        try:
-            super().fit(agent_loop_manager)
-            if self._trains_adapter:
-                self.retrieval.save_adapter(self._run_folder() / "adapter")
-        finally:
-            self._stop_serving()
-
-    def _stop_serving(self) -> None:
-        if self.retrieval is not None:
-            self.retrieval.stop()
-
     # ---- the methods ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _model_tokens(self) -> int:
+        """Positions that the policy has."""
+        model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)  # verl's trainer keeps the tokenizer alone
+        return get_max_position_embeddings(model.hf_config)
 
     def _retriever_step(self) -> RetrieverStep:
         bridge, rollout = self.settings.bridge, self.config.actor_rollout_ref.rollout
         budget = bridge.micro_batch_tokens or rollout.log_prob_max_token_len_per_gpu
-        longest = budget
+        longest = min(budget, self._model_tokens)  # rollout.max_model_len bounds who generates, not who scores
         if bridge.estimator == "two_state":  # its sequences may have to fit the policy update's micro-batches, too
-            longest = min(budget, self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
+            longest = min(longest, self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
         return RetrieverStep(
             retrieval=self.retrieval,
             score=partial(

@@ -72,6 +72,7 @@ class TrainerRetrieval:
         self._server: StartedRetriever | None = None  # an actor of the job
         self._serving: Any = None  # Ray Serve
         self._version: int | None = None  # served by everybody; None where it is not ours to say
+        self._checkpoint = "the last checkpoint"  # to resume from
         opened = {**retriever_files(settings), "seed": seed, "threads": settings.threads}
         name, timeout = settings.actor_name, settings.load_timeout
         actor = {"timeout": timeout, "restarts": settings.restarts, "wait": False}
@@ -132,10 +133,17 @@ class TrainerRetrieval:
             The learner's result; among its metrics ``bridge/publish_seconds`` where somebody else serves.
 
         Raises:
-            RuntimeError: the learner is lost, or somebody did not take the version on: the run has to stop.
-            ValueError: the batch cannot be learnt from; nothing changed.
+            RuntimeError: the learner is lost, its update failed, or somebody did not take the version on: the run has
+                to stop.
+            ValueError, KeyError: the batch cannot be learnt from; nothing changed.
         """
-        result = UpdateResult(**self._ask("update", batch, uuid.uuid4().hex))
+        try:
+            result = UpdateResult(**self._ask("update", batch, uuid.uuid4().hex))
+        except (RetrieverLost, ValueError, KeyError):  # they say what to do
+            raise
+        except Exception as error:  # such as no memory left
+            kind = type(error).__name__
+            raise RuntimeError(f"the retriever's update failed: {kind}: {error}; {self._last_good()}") from error
         if not self.publishes:
             self._version = result.version
             return result
@@ -154,6 +162,7 @@ class TrainerRetrieval:
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the learner's checkpoint; it appears when complete. Raises RuntimeError when it cannot be written."""
         self._write("save", directory)
+        self._checkpoint = str(directory)
 
     def save_adapter(self, directory: str | os.PathLike) -> None:
         """Writes the learner's adapter alone, in PEFT's format. Raises RuntimeError when it cannot be written."""
@@ -165,7 +174,7 @@ class TrainerRetrieval:
         except RetrieverLost:
             raise
         except Exception as error:  # no space is an OSError here and an error of its own in safetensors
-            raise RuntimeError(f"{directory} was not written: {error}; resume from the last checkpoint") from error
+            raise RuntimeError(f"{directory} was not written: {error}; resume from {self._checkpoint}") from error
 
     def load(self, directory: str | os.PathLike) -> None:
         """Continues from a learner's checkpoint, and publishes its adapter.
@@ -175,6 +184,7 @@ class TrainerRetrieval:
             RuntimeError: the learner is lost, or somebody did not take the adapter on.
         """
         self._ask("load", str(directory))
+        self._checkpoint = str(directory)
         self.publish(begin=True)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -183,9 +193,10 @@ class TrainerRetrieval:
         try:
             return self._learner.call(method, *arguments)
         except RetrieverLost as error:
-            raise RetrieverLost(
-                f"{error}; adapter version {self._version} is the last good one: resume from the last checkpoint"
-            ) from error
+            raise RetrieverLost(f"{error}; {self._last_good()}") from error
+
+    def _last_good(self) -> str:
+        return f"adapter version {self._version} is the last good one: resume from {self._checkpoint}"
 
     def publish(self, *, begin: bool = False) -> None:
         """Gives the learner's adapter to whoever else serves, and returns when all of them serve it.

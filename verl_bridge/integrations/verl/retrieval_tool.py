@@ -32,7 +32,8 @@ from verl_bridge.qa.actions import (
 
 #: The tool as verl's ``multi_turn.tool_config_path`` takes it; what the loop uses when that is null.
 TOOL_FILE = Path(verl_bridge.config.__file__).parent / "tools" / "search.yaml"
-#: Where :meth:`RetrievalTool.execute` leaves the search fields of a turn's record, in the third value it returns.
+#: Where :meth:`RetrievalTool.execute` leaves (search fields of the turn's record or None, whole text) in the third
+#: value it returns: verl cuts the response's text at a number of characters.
 RECORD = "verl_bridge_search"
 NO_QUERY = 'The search needs a query: {"query": "what to look up"}.'
 
@@ -46,8 +47,10 @@ class RetrievalTool(BaseTool):
     retriever: RetrieverConfig | None = None  # the loop's ``verl_bridge.retriever``
 
     @rollout_trace_op
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[ToolResponse, float, dict]:
-        """Search, and leave the record under :data:`RECORD`; without a usable query there is none.
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict]:
+        """Search, and leave record and text under :data:`RECORD`; without a usable query there is no record.
 
         Args:
             instance_id: verl's, not needed.
@@ -64,7 +67,7 @@ class RetrievalTool(BaseTool):
             )
         query = query_of(parameters)
         if query is None:
-            return ToolResponse(text=NO_QUERY), 0.0, {}
+            return ToolResponse(text=NO_QUERY), 0.0, {RECORD: (None, NO_QUERY)}
         question = getattr(kwargs.get("agent_data"), "question", "")
         record, documents = await ask(self.retriever, query, question, search_source)
         if record["status"] == "error":
@@ -73,7 +76,7 @@ class RetrievalTool(BaseTool):
             text = NOTHING_FOUND.strip()
         else:
             text = format_observation(documents)[len(OBSERVATION_HEAD) : -len(OBSERVATION_TAIL)]
-        return ToolResponse(text=text), 0.0, {RECORD: record}
+        return ToolResponse(text=text), 0.0, {RECORD: (record, text)}
 
 
 def query_of(parameters: Any) -> str | None:
@@ -111,10 +114,12 @@ def check_tools(multi_turn: DictConfig) -> None:
     try:
         tools = initialize_tools_from_config(resolve_config_path(path))
     except Exception as error:
-        raise ConfigError(f"{key}.tool_config_path={path} gives no tools ({error!r}): begin with {TOOL_FILE}") from error
+        raise ConfigError(
+            f"{key}.tool_config_path={path} gives no tools ({error!r}): begin with {TOOL_FILE}"
+        ) from error
     others = [tool.name for tool in tools if not isinstance(tool, RetrievalTool)]
     if others or not tools:
         raise ConfigError(
             f"{key}.tool_config_path={path} has {', '.join(others) or 'no tools'}, and verl_bridge_tool_agent takes "
-            f"verl_bridge's RetrievalTool alone: its traces know searches. Leave the path null, or begin with {TOOL_FILE}"
+            f"RetrievalTool alone, for its traces know searches: leave the path null, or begin with {TOOL_FILE}"
         )

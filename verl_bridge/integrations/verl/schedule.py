@@ -1,4 +1,4 @@
-"""Who learns in which step: the schedules of METHODS §2.10 [paper: names, ours: definitions], decided by numbers alone.
+"""Who learns in which step: the schedules of BRIDGE [paper: names, ours: definitions], decided by numbers alone.
 
 ===========  ============================================  =====================
 schedule     who learns in a step                          what the retriever follows
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_bridge.config.schema import ConfigError
+from verl_bridge.config.schema import BridgeConfig, ConfigError
 
 PHASED = ("rag_then_rl", "rl_then_rag")
 
@@ -64,12 +64,14 @@ def first_phase_steps(schedule: str, schedule_steps: int | None, total_steps: in
     """
     if schedule not in PHASED:
         return 0
-    if schedule_steps is not None and schedule_steps >= total_steps:
+    steps = schedule_steps or max(1, total_steps // 2)
+    if steps >= total_steps:
         raise ConfigError(
-            f"verl_bridge.bridge.schedule_steps={schedule_steps} of {total_steps} steps in all leave none for the "
-            f"second phase of schedule={schedule}: lower it, or raise trainer.total_training_steps"
+            f"verl_bridge.bridge.schedule_steps={schedule_steps}, a first phase of {steps} steps, leaves none for the "
+            f"second phase of schedule={schedule} with trainer.total_training_steps={total_steps}: "
+            f"{'lower it, or ' if steps > 1 else ''}raise trainer.total_training_steps"
         )
-    return schedule_steps or max(1, total_steps // 2)
+    return steps
 
 
 def update_is_due(step: int, *, local_step: int, batches_per_step: int, interval: int) -> bool:
@@ -92,3 +94,25 @@ def count_updates(
         schedule, (0, total_steps)
     )
     return end * batches_per_step // interval - start * batches_per_step // interval
+
+
+def check_course(bridge: BridgeConfig, *, updates: int, total_steps: int) -> None:
+    """Whether the learning rate's course fits the updates of the run; a constant one fits any number, none as well.
+
+    Raises:
+        ConfigError: names the keys and what would fit.
+    """
+    if bridge.lr_schedule == "constant":
+        return
+    if updates == 0:
+        raise ConfigError(
+            f"verl_bridge.bridge.lr_schedule={bridge.lr_schedule} ends with the last retriever update, but "
+            f"verl_bridge.bridge.interval={bridge.interval}, schedule={bridge.schedule} and "
+            f"schedule_steps={bridge.schedule_steps} leave none in trainer.total_training_steps={total_steps}: lower "
+            "the interval, raise the steps, or set lr_schedule=constant"
+        )
+    if bridge.lr_warmup > updates:
+        raise ConfigError(
+            f"verl_bridge.bridge.lr_warmup={bridge.lr_warmup} is more than the {updates} retriever updates of "
+            f"trainer.total_training_steps={total_steps}: lower it, raise the steps, or set lr_schedule=constant"
+        )

@@ -114,38 +114,7 @@ class BridgeTrainer(SearchMethods, AgentRayPPOTrainer):
         self._save_traces(rollouts, signals)
         return batch, {**metrics, **{f"timing_s/{name}": seconds for name, seconds in timing.items()}}
 
-    def _validate(self) -> dict[str, float]:
-        metrics = super()._validate()
-        if self.probe:
-            found = self.retrieval.recall(self.probe, self.settings.retriever.shown)
-            metrics.update({f"val/retrieval/{name}": value for name, value in found.items()})
-        return metrics
-
-    def _save_checkpoint(self) -> None:
-        # Before verl writes its "latest" marker: a step that counts as saved has its adapter beside it.
-        if self._trains_adapter:
-            self.retrieval.save(self._checkpoint_folder(self.global_steps))
-        super()._save_checkpoint()
-
-    def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()
-        if self._trains_adapter and self.global_steps > 0:
-            self.retrieval.load(self._checkpoint_folder(self.global_steps, resumed=True))
-
-    def fit(self) -> None:
-        """verl's training; the trained adapter is saved at its end."""
-        try:
-            super().fit()
-            if self._trains_adapter:
-                self.retrieval.save_adapter(self._run_folder() / "adapter")
-        finally:
-            self._stop_serving()
-
     # ---- the retriever ----------------------------------------------------------------------------------------
-
-    def _stop_serving(self) -> None:
-        if self.retrieval is not None:
-            self.retrieval.stop()
 
     def _retriever_step(self) -> RetrieverStep:
         bridge, tokenizer = self.settings.bridge, self.tokenizer
