@@ -148,7 +148,7 @@ class BridgeConfig:
         "Course of the learning rate over the run's updates: constant, linear or cosine down to 0 [ours].",
         choices=("constant", "linear", "cosine"),
     )
-    lr_warmup: int = option(0, "Updates over which the learning rate rises: update i of w takes i/w of it [ours].", low=0)
+    lr_warmup: int = option(0, "Updates over which the learning rate rises: update i of w takes i/w [ours].", low=0)
     weight_decay: float = option(0.0, "AdamW weight decay of the adapter [ours].", low=0)
     max_grad_norm: float = option(
         1.0, "Gradient norm above which gradients are scaled down [ours].", low=0, open_low=True
