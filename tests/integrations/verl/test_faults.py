@@ -362,5 +362,7 @@ def test_replicas_killed_before_and_in_a_publication_come_back_with_the_new_vers
         kill_one()  # while the replicas take it
         return told
 
-    replicas._try_adapter, replicas._keeper = tried, SimpleNamespace(publish=SimpleNamespace(remote=kill_after))
+    keeper, replicas._try_adapter = replicas._keeper, tried
+    replicas._keeper = SimpleNamespace(publish=SimpleNamespace(remote=kill_after))
     update(3)
+    replicas._keeper = keeper  # which the end of the module stops
