@@ -48,7 +48,7 @@ def test_before_the_first_update_every_ratio_is_one(encoder, index, compute_dtyp
     metrics = updater.update(batch_of(PLACES[:6])).metrics
     assert metrics["bridge/ratio_deviation_max"] < 1e-4
     # with ratio 1 the credit is the advantage itself
-    assert metrics["bridge/loss_rl"] == pytest.approx(-1.0, abs=1e-4)
+    assert metrics["bridge/loss_rl"] == pytest.approx(-1.0, abs=1e-5 if compute_dtype == "float32" else 1e-4)
     assert metrics["bridge/clip_share"] == 0.0
     assert all(p.dtype == torch.float32 for p in updater.parameters.values())
 

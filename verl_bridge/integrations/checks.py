@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from verl_bridge.bilevel.schedule import retriever_objective
 from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.config.schema import ConfigError
-from verl_bridge.integrations.verl.schedule import retriever_objective
 from verl_bridge.qa.questions import gold_answers
 
 #: verl's estimators whose advantage compares a rollout with the others of its prompt.

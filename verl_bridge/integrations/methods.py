@@ -16,11 +16,11 @@ import torch
 from verl_bridge import credit
 from verl_bridge.algorithms.gca import GCAResult
 from verl_bridge.algorithms.grounding import grounding_metrics
+from verl_bridge.bilevel.schedule import check_course, retriever_objective
 from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.integrations.checks import GROUP_RELATIVE, trains_adapter
 from verl_bridge.integrations.rollout_batch import RolloutBatch, save_rollouts
 from verl_bridge.integrations.verl.retrieval import Probe, TrainerRetrieval
-from verl_bridge.integrations.verl.schedule import check_course, retriever_objective
 from verl_bridge.qa.signals import tool_use_warning
 
 logger = logging.getLogger(__name__)

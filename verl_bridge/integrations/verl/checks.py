@@ -5,6 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
+from verl_bridge.bilevel.schedule import PHASED
 from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.config.schema import ConfigError
 from verl_bridge.integrations.checks import (
@@ -16,7 +17,6 @@ from verl_bridge.integrations.checks import (
 )
 from verl_bridge.integrations.verl.correction import LOSS_AGG_MODES
 from verl_bridge.integrations.verl.retrieval_tool import check_tools
-from verl_bridge.integrations.verl.schedule import PHASED
 from verl_bridge.plugin import AGENT_LOOP, ESTIMATOR, TOOL_AGENT_LOOP, TRAINERS
 
 __all__ = [

@@ -23,6 +23,14 @@ from verl.utils.debug import marked_timer
 from verl.workers.rollout.utils import get_max_position_embeddings
 
 from verl_bridge import credit
+from verl_bridge.bilevel.schedule import (
+    PHASED,
+    Learners,
+    count_updates,
+    first_phase_steps,
+    learners,
+    update_is_due,
+)
 from verl_bridge.config import load_settings
 from verl_bridge.integrations.methods import SearchMethods
 from verl_bridge.integrations.verl.agent_loop import encode_text
@@ -36,14 +44,6 @@ from verl_bridge.integrations.verl.correction_rows import correction_rows
 from verl_bridge.integrations.verl.retriever_step import RetrieverStep
 from verl_bridge.integrations.verl.rollouts import RolloutBatch, read_rollouts, write_advantages
 from verl_bridge.integrations.verl.salience import ENTROPY, MARGIN, asking_for_salience
-from verl_bridge.integrations.verl.schedule import (
-    PHASED,
-    Learners,
-    count_updates,
-    first_phase_steps,
-    learners,
-    update_is_due,
-)
 from verl_bridge.integrations.verl.scoring import answer_log_probs, data_parallel_size
 
 

@@ -18,12 +18,12 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.utils.debug import marked_timer
 from verl_tool.trainer.ppo.ray_trainer import AgentRayPPOTrainer
 
+from verl_bridge.bilevel.schedule import count_updates
 from verl_bridge.config import load_settings
 from verl_bridge.integrations.checks import check_gold_answers, read_probe
 from verl_bridge.integrations.methods import SearchMethods
 from verl_bridge.integrations.tokens import encode_text
 from verl_bridge.integrations.verl.retriever_step import RetrieverStep
-from verl_bridge.integrations.verl.schedule import count_updates
 from verl_bridge.integrations.verl_tool.batch import answer_log_probs, read_rollouts
 from verl_bridge.integrations.verl_tool.checks import base_estimator, check_tool_server
 

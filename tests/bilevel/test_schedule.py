@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_bridge.config.schema import BridgeConfig, ConfigError
-from verl_bridge.integrations.verl.schedule import (
+from verl_bridge.bilevel.schedule import (
     PHASED,
     Learners,
     check_course,
@@ -17,6 +16,7 @@ from verl_bridge.integrations.verl.schedule import (
     retriever_objective,
     update_is_due,
 )
+from verl_bridge.config.schema import BridgeConfig, ConfigError
 
 SCHEDULES = BridgeConfig.__dataclass_fields__["schedule"].metadata["choices"]
 POLICY, RETRIEVER = Learners(True, False), Learners(False, True)
