@@ -52,7 +52,7 @@ setup(
     packages=find_packages(include=["verl_bridge", "verl_bridge.*"]),
     package_data={
         "verl_bridge.config": ["*.txt", "verl_bridge/*.yaml", "verl_bridge_host/*.yaml", "tools/*.yaml"],
-        "verl_bridge": ["embedded/policy/*", "algorithms/README.md", "retrieval/README.md"],
+        "verl_bridge": ["embedded/policy/*", "algorithms/README.md", "evaluation/README.md", "retrieval/README.md"],
         "verl_bridge.integrations.verl_tool": ["agent_loop.yaml", "README.md"],
     },
     # Light on purpose: the package can join an environment that already trains with verl without moving its versions.

@@ -13,6 +13,13 @@ exec "${PYTHON:-python3}" -m verl_bridge.integrations.verl_tool.main_ppo \
   verl_bridge.retriever.index="${INDEX:-data/wiki-18-e5}" \
   verl_bridge.retriever.encoder="${ENCODER:-intfloat/e5-base-v2}" \
   verl_bridge.retriever.family=e5 \
+  verl_bridge.retriever.shown=3 \
+  verl_bridge.retriever.top_k=10 \
+  verl_bridge.retriever.lora_rank=16 \
+  verl_bridge.bridge.gamma=0.25 \
+  verl_bridge.bridge.lr=1e-5 \
+  verl_bridge.bridge.tau_retrieval=0.4 \
+  verl_bridge.bridge.tau_posterior=0.5 \
   +reward_model.reward_kwargs.format_weight=0.0 \
   algorithm.adv_estimator=grpo \
   data.train_files="$data/train.parquet" \
@@ -20,6 +27,8 @@ exec "${PYTHON:-python3}" -m verl_bridge.integrations.verl_tool.main_ppo \
   data.train_batch_size=512 \
   data.max_prompt_length=1024 \
   data.max_response_length=6144 \
+  data.filter_overlong_prompts=True \
+  data.truncation=error \
   actor_rollout_ref.model.path="${MODEL:-Qwen/Qwen2.5-3B}" \
   actor_rollout_ref.model.enable_gradient_checkpointing=True \
   actor_rollout_ref.model.use_remove_padding=True \

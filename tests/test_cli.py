@@ -26,6 +26,7 @@ COMMANDS = [
     "bench salience",
     "bench retrieval",
     "data check",
+    "export",
 ]
 
 

@@ -65,7 +65,7 @@ def test_yes_no_questions_are_gated_and_can_be_kept():
     # right without evidence, and nobody of the group found any: it leaves the loss
     assert signals.types[0] == RolloutType.D_NOT_RETRIEVABLE and not kept.advantages[0].any()
     teaching = [
-        credit.teaches_by_reward(signals, groups, rewards, group_relative=True, settings=chosen).tolist()
+        credit.rl_mask(signals, groups, rewards, group_relative=True, settings=chosen).tolist()
         for chosen in (GCAConfig(enable=True), GCAConfig(enable=False, yes_no="keep"), keep)
     ]
     assert teaching == [[True, True], [True, True], [False, True]]
@@ -84,9 +84,9 @@ def test_what_leaves_the_policy_loss_is_what_does_not_teach(group_relative):
     base = torch.tensor([0.4, 0.4, 0.4, -0.6, 0.4, -0.6, 0.4])[:, None] * mask  # whitened over the batch
     common = {"group_relative": group_relative, "settings": UNIFORM}
     result = credit.ground(traces, signals, base, mask, groups, rewards, **common)
-    left = ((result.advantages == 0) | (mask == 0)).all(dim=1)
-    assert left.tolist() == [not group_relative] * 2 + [True, False, False, False, True]
-    assert (~credit.teaches_by_reward(signals, groups, rewards, **common)).tolist() == left.tolist()
+    excluded = ((result.advantages == 0) | (mask == 0)).all(dim=1)
+    assert excluded.tolist() == [not group_relative] * 2 + [True, False, False, False, True]
+    assert (~credit.rl_mask(signals, groups, rewards, **common)).tolist() == excluded.tolist()
 
 
 def test_a_cap_that_32_bits_round_up_holds_for_advantages_of_64():

@@ -69,19 +69,40 @@ def test_vllm_is_reported_where_it_is(monkeypatch):
 
 
 def test_this_environment_is_registered(monkeypatch):
-    """In a fresh process: the trainer, the estimator, the loop, the config group and the CPU platform."""
+    """In a fresh process: the trainers, the estimator, the loops, the config group and the CPU platform."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     findings = list(doctor.registration())
     assert [(finding.name, finding.status, finding.fix) for finding in findings] == [
         (name, "ok", "")
         for name in (
             "trainer bridge_sync",
+            "trainer bridge_colocate_async",
+            "trainer bridge_separate_async",
             "estimator gca",
             "agent loop verl_bridge_search",
+            "agent loop verl_bridge_tool_agent",
             "+verl_bridge=bridge_gca",
             "platform cpu",
         )
     ]
+
+
+def test_all_that_the_plugin_registers_is_looked_for():
+    assert tuple(plugin.TRAINERS.values()) == doctor.TRAINERS
+    assert (plugin.AGENT_LOOP, plugin.TOOL_AGENT_LOOP) == doctor.AGENT_LOOPS
+
+
+def test_one_part_that_is_missing_is_named(monkeypatch):
+    """Beside parts that are there, so it is not the plugin that did not load."""
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    monkeypatch.setattr(doctor, "TRAINERS", ("bridge_sync", "bridge_no_such"))
+    monkeypatch.setattr(doctor, "AGENT_LOOPS", ("verl_bridge_no_such",))
+    found = by_name(doctor.registration())
+    assert found["trainer bridge_sync"].status == found["estimator gca"].status == "ok"
+    assert "Unknown trainer 'bridge_no_such'" in found["trainer bridge_no_such"].detail
+    loop = found["agent loop verl_bridge_no_such"]
+    assert (loop.status, loop.detail) == ("problem", "verl_bridge_no_such is not among verl's agent loops")
+    assert "the plugin loaded" in loop.fix
 
 
 def test_a_plugin_that_verl_was_told_not_to_load(monkeypatch):
@@ -94,6 +115,7 @@ def test_a_plugin_that_verl_was_told_not_to_load(monkeypatch):
     assert {found[name].status for name in found} == {"problem"}
     assert "plain string" in found["+verl_bridge=bridge_gca"].detail
     assert "Unknown trainer 'bridge_sync'" in found["trainer bridge_sync"].detail
+    assert "not among verl's agent loops" in found["agent loop verl_bridge_tool_agent"].detail
     assert "see 'entry point' above" in found["estimator gca"].fix
 
 
@@ -236,7 +258,7 @@ def test_a_server_answers_is_something_else_or_is_down(monkeypatch):
     url, (first, *_) = asyncio.run(run())
     assert first == Finding("server", "ok", f"{url}: 16 documents × 384, encoder minilm, adapter version 2")
     (bad,) = doctor._servers("127.0.0.1:8000")
-    assert bad.status == "problem" and "give http://HOST:PORT" in bad.detail
+    assert bad.status == "problem" and "use http://HOST:PORT" in bad.detail
 
 
 def test_report_and_exit_code(monkeypatch, capsys):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from verl_bridge.files import YOUNG, cache_dir, new_file, new_folder
+from verl_bridge.files import YOUNG, cache_dir, new_file, new_folder, sha256
 
 
 @pytest.mark.parametrize("make", [new_folder, new_file])
@@ -37,6 +37,45 @@ def test_replaced_when_complete_and_kept_when_not(tmp_path):
         raise RuntimeError
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["new"] and (tmp_path / "b").read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_what_was_there_comes_back_when_the_last_step_fails(tmp_path, monkeypatch):
+    with new_folder(tmp_path / "a") as folder:
+        (folder / "old").touch()
+    replace = os.replace
+
+    def failing(source, target):
+        if target == tmp_path / "a" and ".new-" in str(source):
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(OSError, match=r"/a cannot be written \(Input/output error\)"), new_folder(tmp_path / "a"):
+        pass
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["old"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_that_is_there_by_then_is_kept_if_wanted(tmp_path):
+    with new_folder(tmp_path / "a", keep_existing=True) as slow:
+        (slow / "slow").touch()
+        with new_folder(tmp_path / "a", keep_existing=True) as quick:
+            (quick / "quick").touch()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["quick"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="/file cannot be written"), new_folder(tmp_path / "file", keep_existing=True):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "file"]
+
+
+def test_bytes_are_written_as_they_are_and_digested(tmp_path):
+    with new_file(tmp_path / "b", "wb") as file:
+        file.write(b"\xff\r\n")
+    assert (tmp_path / "b").read_bytes() == b"\xff\r\n"
+    (tmp_path / "c").write_bytes(b"abc")  # the digest of FIPS 180-4's own example
+    assert sha256(tmp_path / "c") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert sha256(str(tmp_path / "b")) != sha256(tmp_path / "c")
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):

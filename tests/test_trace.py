@@ -43,6 +43,15 @@ def test_json_round_trip_of_a_rollout_without_turns_or_answer():
     assert SearchTrace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
 
 
+def test_half_a_surrogate_pair_in_a_query_is_a_question_mark():
+    """A call's JSON may spell one, which no tokenizer reads and no file takes; a whole pair is a character."""
+    turn = replace(SEARCH, query=json.loads('"coin \\ud83d \\ud83e\\ude99"'))
+    assert turn.query == "coin ? \N{COIN}" and turn.query.encode()
+    record = json.loads(json.dumps(replace(TRACE, turns=(SEARCH, ANSWER)).to_dict()))
+    record["turns"][0]["query"] = "\ude99"
+    assert SearchTrace.from_dict(record).searches[0].query == "?"
+
+
 def test_searches_are_the_well_formed_search_turns_in_order():
     malformed = SearchTurn(kind="malformed", span=(6, 8))
     second = replace(SEARCH, span=(8, 10), tag_spans=(), observation_span=(10, 12), query="Lima")

@@ -44,7 +44,7 @@ def batch_signals(
     """Sub-outcomes and types of a batch of rollouts.
 
     Args:
-        traces: one record a row.
+        traces: one record per row.
         group_index: rows with one number share a prompt, ``(batch,)``.
         oracle_hit: what :func:`oracle_queries` found, ``(batch,)`` bool; None when the oracle is off.
         oracle_known: whether they were answered, ``(batch,)`` bool; everywhere when None.
@@ -55,7 +55,7 @@ def batch_signals(
         torch.tensor([getattr(s, name) for s in signals], dtype=torch.bool)
         for name in ("hit", "correct", "answered", "yes_no")
     )
-    first = torch.tensor([-1 if s.first_hit_turn is None else s.first_hit_turn for s in signals], dtype=torch.int64)
+    first = torch.tensor([s.first_hit_turn for s in signals], dtype=torch.int64)
     types = rollout_types(hit, correct, answered, group_index, oracle_hit=oracle_hit, oracle_known=oracle_known)
     return BatchSignals(hit, correct, yes_no, first, types)
 
@@ -88,7 +88,7 @@ def oracle_hits(
 
     Args:
         asked: what :func:`oracle_queries` gave.
-        answers: one a query, in its order: ``status`` and ``documents`` with ``title`` and ``text``. A search that
+        answers: one per query, in its order: ``status`` and ``documents`` with ``title`` and ``text``. A search that
             failed has answered nothing.
         group_index: ``(batch,)``.
         unicode: match aliases in the Unicode-aware way.
@@ -125,7 +125,7 @@ def ground(
             :func:`~verl_bridge.algorithms.gca.grounded_advantages`.
         settings: ``verl_bridge.gca``.
         margin, top_entropy: the old policy's token statistics, ``(batch, response)``; needed by ``margin_entropy``.
-        entropy: the old policy's entropy in nats, for the metrics alone.
+        entropy: the old policy's entropy in nats, only for the metrics.
 
     Raises:
         ValueError: see :func:`~verl_bridge.algorithms.gca.grounded_advantages`, or no statistics where they are needed.
@@ -192,7 +192,7 @@ def trajectory_advantages(
     return torch.where(says[groups.row_group], own, outcome)
 
 
-def teaches_by_reward(
+def rl_mask(
     signals: BatchSignals, group_index: Tensor, rewards: Tensor, *, group_relative: bool, settings: GCAConfig
 ) -> Tensor:
     """Rollouts whose reward says something about retrieval, ``(batch,)`` bool: not those GCA takes out of the loss.
@@ -200,16 +200,15 @@ def teaches_by_reward(
     GCA takes none out of a gated group (yes/no golds, or equal rewards under a group-relative estimator), so all of
     such a group teach [ours]. Arguments as for :func:`ground`.
     """
-    left = signals.types == RolloutType.D_NOT_RETRIEVABLE
+    excluded = signals.types == RolloutType.D_NOT_RETRIEVABLE
     if not settings.enable:
-        left = torch.zeros_like(left)
+        excluded = torch.zeros_like(excluded)
     if settings.yes_no == "gate":
-        left = left & ~signals.yes_no
+        excluded = excluded & ~signals.yes_no
     if group_relative:
         groups = Groups.of(group_index)
-        flat = groups.zero_variance(rewards) & (groups.sizes > 1)
-        left = left & ~flat[groups.row_group]
-    return ~left
+        excluded = excluded & ~groups.zero_variance(rewards)[groups.row_group]
+    return ~excluded
 
 
 def search_metrics(traces: Sequence[SearchTrace]) -> dict[str, float]:

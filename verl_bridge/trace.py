@@ -19,6 +19,11 @@ RetrievalStatus = Literal["ok", "error", "none"]
 StopReason = Literal["answer", "max_turns", "length", "no_action", "error"]
 
 
+def readable(text: str) -> str:
+    """The text as tokenizers and files take it: half of a surrogate pair, which JSON can spell, is a question mark."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _check(ok: bool, message: str) -> None:
     if not ok:
         raise ValueError(f"invalid search trace: {message}")
@@ -53,7 +58,7 @@ class SearchTurn:
         kind: ``search`` (a well-formed query), ``answer`` (the final answer) or ``malformed`` (anything else).
         span: the sampled tokens of the turn, reasoning included.
         tag_spans: tokens of structural literals inside ``span`` (``<think>``, ``</search>``, ...); no credit there.
-        query: the search query as sent to the retriever (kind ``search`` only).
+        query: the search query (kind ``search`` only), made :func:`readable` as every retriever makes it.
         status: ``ok`` (documents came back), ``error`` (the retrieval failed), ``none`` (no retrieval was made).
         candidate_ids: document ids by descending score, at least as many as were shown.
         candidate_scores: their scores, inner products of normalised embeddings.
@@ -76,6 +81,8 @@ class SearchTurn:
     adapter_version: int | None = None
 
     def __post_init__(self) -> None:
+        if self.query is not None:
+            object.__setattr__(self, "query", readable(self.query))  # frozen otherwise
         _check(self.kind in get_args(TurnKind), f"kind {self.kind!r} is not one of {get_args(TurnKind)}")
         _check(self.status in get_args(RetrievalStatus), f"status {self.status!r} is not one of ok, error, none")
         start, end = self.span

@@ -12,8 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as parquet
 from convert import convert
 
 from verl_bridge.embedded.assets import Assets, embedded_assets
@@ -50,6 +48,9 @@ def prompt(question: str) -> list[dict[str, str]]:
 
 def write_questions(assets: Assets, folder: Path) -> Path:
     """64 of the embedded world's training questions that one search can answer, after the examples."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
     rows = parquet.read_table(assets.train_file).to_pylist()
     chosen = [row for row in rows if "_of_" not in row["extra_info"]["index"]][:64]
     for row in chosen:

@@ -11,8 +11,8 @@ import torch
 
 from verl_bridge.algorithms.bridge import bridge_loss, retrieval_log_probs, standardised_outcome
 from verl_bridge.algorithms.gca import grounded_advantages
-from verl_bridge.algorithms.grounding import TurnTable, index_groups, rollout_types, segment_map
-from verl_bridge.qa.signals import rollout_signals
+from verl_bridge.algorithms.grounding import TurnTable, index_groups, segment_map
+from verl_bridge.credit import batch_signals
 from verl_bridge.trace import SearchTrace, SearchTurn
 
 LENGTH = 12  # response tokens: search 0-3, observation 4-8, answer 9-11
@@ -32,20 +32,15 @@ def grounded() -> torch.Tensor:
     """Token-level advantages of the group, (batch, response)."""
     evidence, noise = "Lima is the capital of Peru.", "Quito is the capital of Ecuador."
     traces = [trace(evidence, "Lima"), trace(evidence, "Cusco"), trace(noise, "Lima"), trace(noise, "Quito")]
-    signals = [rollout_signals(each) for each in traces]
-    hit, correct, answered = (
-        torch.tensor([getattr(signal, name) for signal in signals]) for name in ("hit", "correct", "answered")
-    )
-    first_hit = torch.tensor([-1 if s.first_hit_turn is None else s.first_hit_turn for s in signals])
     mask = torch.ones(len(traces), LENGTH)
     mask[:, 4:9] = 0  # observations were not sampled
 
     groups = index_groups(["question 1"] * len(traces))
-    rewards = correct.float()
+    signals = batch_signals(traces, groups)
+    rewards = signals.correct.float()
     base = standardised_outcome(rewards, groups).unsqueeze(1) * mask  # GRPO: one advantage per rollout
-    types = rollout_types(hit, correct, answered, groups)
-    segments = segment_map(TurnTable.of([each.turns for each in traces]), first_hit, mask)
-    return grounded_advantages(base, mask, segments, types, groups, rewards, group_relative=True).advantages
+    segments = segment_map(TurnTable.of([each.turns for each in traces]), signals.first_hit_turn, mask)
+    return grounded_advantages(base, mask, segments, signals.types, groups, rewards, group_relative=True).advantages
 
 
 def retriever_step(steps: int = 20) -> tuple[float, float]:

@@ -221,10 +221,10 @@ def test_half_precision_scores_are_computed_in_full():
         ({"gamma": -0.1}, "bridge.gamma=-0.1"),
         ({"credit_weights": "hit"}, "bridge.credit_weights='hit' is not one of 'likelihood', 'posterior'"),
         ({"candidate_mask": torch.tensor([[True, True], [False, False]])}, "retrieval turn 1 has no candidates"),
-        ({"scores": torch.tensor([[0.1, math.nan], [0.1, 0.2]])}, "scores holds a value that is not finite"),
-        ({"old_log_probs": torch.full((2, 2), -math.inf)}, "old_log_probs holds a value that is not finite"),
-        ({"answer_log_likelihood": torch.full((2, 2), math.nan)}, "answer_log_likelihood holds a value"),
-        ({"advantages": torch.tensor([0.0, math.inf])}, "advantages holds a value that is not finite"),
+        ({"scores": torch.tensor([[0.1, math.nan], [0.1, 0.2]])}, "scores: turn 0 holds nan; leave the turn out"),
+        ({"old_log_probs": torch.full((2, 2), -math.inf)}, "old_log_probs: turn 0 holds -inf"),
+        ({"answer_log_likelihood": torch.full((2, 2), math.nan)}, "answer_log_likelihood: turn 0 holds nan"),
+        ({"advantages": torch.tensor([0.0, math.inf])}, "advantages: turn 1 holds inf; leave the turn out"),
     ],
 )
 def test_bad_input_is_refused(changes, message):

@@ -167,8 +167,8 @@ def test_a_posterior_of_bad_input_is_refused():
     for arguments, message in (
         ((good, good, ones, 0.0), r"bridge\.tau_likelihood=0\.0"),
         ((good, good, ~ones), "retrieval turn 0 has no candidates"),
-        ((good - math.inf, good, ones), "log_probs holds a value"),
-        ((good, good * math.nan, ones), "answer_log_likelihood holds a value"),
+        ((good - math.inf, good, ones), "log_probs: turn 0 holds -inf"),
+        ((good, good * math.nan, ones), "answer_log_likelihood: turn 0 holds nan"),
     ):
         with pytest.raises(ValueError, match=message):
             answer_posterior(*arguments)

@@ -87,7 +87,7 @@ def test_newton_solves_a_quadratic_in_a_step_and_finds_the_valley_from_a_hill():
 
 
 def test_newton_says_when_there_is_no_minimum():
-    with pytest.raises(RuntimeError, match="no minimum: the least curvature"):
+    with pytest.raises(RuntimeError, match="not a minimum: the least curvature"):
         minimise(lambda x: -x.square().sum(), torch.zeros(1, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="stopped at a gradient of norm"):
         minimise(lambda x: x.sum(), torch.zeros(1, dtype=torch.float64), max_steps=20)

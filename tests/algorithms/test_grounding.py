@@ -319,3 +319,16 @@ def test_identity_holds_for_grpo_advantages_and_graded_rewards(seed):
 def test_equal_rewards_have_no_variance_even_when_their_mean_rounds():
     groups = Groups.of(torch.tensor([0, 0, 0, 1, 1]))
     assert groups.zero_variance(torch.tensor([0.1, 0.1, 0.1, 0.1, 0.2])).tolist() == [True, False]
+
+
+def test_a_group_of_one_says_nothing_about_variance():
+    # alone; one counted beside a padding row; two
+    groups = Groups.of(torch.tensor([0, 1, 1, 2, 2]), booleans(1, 1, 0, 1, 1))
+    assert groups.zero_variance(torch.full((5,), 0.5)).tolist() == [False, False, True]
+
+
+def test_values_are_centred_on_the_counted_rows_of_their_group():
+    groups = Groups.of(torch.tensor([4, 4, 4, 7]), booleans(1, 1, 0, 1))
+    centred, sigma = groups.centred(torch.tensor([1.0, 4.0, 99.0, 3.0]))
+    assert centred[[0, 1, 3]].tolist() == [-1.5, 1.5, 0.0]
+    assert sigma.tolist() == pytest.approx([4.5**0.5, 0.0])  # n-1: (1.5² + 1.5²)/1

@@ -12,3 +12,8 @@ def test_bad_batches_are_refused():
         RetrieverBatch(["a"], [["x"]], [[-1.0]], [1.0], [True], [0])
     with pytest.raises(ValueError, match="turn 0 has 2 candidates and 3 log-likelihoods"):
         RetrieverBatch(["a"], [["x", "y"]], [[-1.0, -1.0, -1.0]], [1.0], [True], [0])
+    one = (["a"], [["x", "y"]], [[-1.0, -1.0]], [1.0], [True], [0])
+    for hits in ([True], [True, False, True], []):  # rows of one would stand for every candidate
+        with pytest.raises(ValueError, match=f"turn 0 has 2 candidates and {len(hits)} hits; give equally many"):
+            RetrieverBatch(*one, hits=[hits])
+    assert RetrieverBatch(*one, hits=[[True, False]]).hits == [[True, False]]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_bridge.bilevel.likelihood import RetrievalTurn, document_context, plan_likelihoods
+from verl_bridge.bilevel.likelihood import NoRoomError, RetrievalTurn, document_context, plan_likelihoods
 from verl_bridge.qa.actions import format_observation
 from verl_bridge.retrieval.corpus import Document
 
@@ -100,7 +100,7 @@ def naive_sequences(t):
 def test_the_plan_equals_scoring_everything_naively_in_any_order(raw, normalise, shuffler):
     turns = [turn(i, *entry) for i, entry in enumerate(raw)]
     shuffler.shuffle(turns)
-    plan = plan_likelihoods(turns, characters, length_normalise=normalise)
+    plan = plan_likelihoods(turns, characters, length_normalize=normalise)
     by_key = {t.key: t for t in turns}
     assert len(set(plan.sequences)) == len(plan.sequences)
     score = {sequence: -shuffler.random() * 9 for sequence in plan.sequences}
@@ -115,7 +115,7 @@ def test_the_plan_equals_scoring_everything_naively_in_any_order(raw, normalise,
 def test_spread_is_the_gradient_of_gather(raw, normalise, seed):
     """Finite differences of Σ weight·ℓ_d in every log-likelihood; away from ties the step changes no maximum."""
     random_ = random.Random(seed)
-    plan = plan_likelihoods([turn(i, *e) for i, e in enumerate(raw)], characters, length_normalise=normalise)
+    plan = plan_likelihoods([turn(i, *e) for i, e in enumerate(raw)], characters, length_normalize=normalise)
     values = [-random_.random() * 9 for _ in plan.sequences]
     weights = [[random_.uniform(-2, 2) for _ in row] for row in plan.index]
 
@@ -142,9 +142,9 @@ def test_the_likeliest_gold_is_taken_per_document():
             plan.spread([0.0] * 4, bad)
 
 
-def test_length_normalised_likelihoods_are_per_token():
+def test_length_normalized_likelihoods_are_per_token():
     plan = plan_likelihoods(
-        [turn("t", "Q", [ROME, OSLO], gold=("Rome", "City of Rome"))], characters, length_normalise=True
+        [turn("t", "Q", [ROME, OSLO], gold=("Rome", "City of Rome"))], characters, length_normalize=True
     )
     # " Rome" has 5 tokens, " City of Rome" 13: -5.2 is the less likely and the better per token
     assert plan.gather([-5.0, -5.2, -1.0, -13.0]) == [[-5.2 / 13, -1.0 / 5]]
@@ -174,8 +174,9 @@ def test_a_long_document_loses_its_tail_and_keeps_the_closing_tags():
     assert len(cut[0]) + len(cut[1]) == 150 and read(cut[0]).endswith(END)
     assert ("Question" + document_context(long)).startswith(read(cut[0]).removesuffix(END))
     assert plan.metrics["sequences_cut"] == 1
-    with pytest.raises(ValueError, match="max_tokens leaves 2 tokens"):
-        plan_likelihoods([turn("t", "Question", [ROME, long])], characters, max_tokens=15)
+    # eight of the prompt, 24 of the closing tags, one each of document and gold
+    with pytest.raises(NoRoomError, match=r"max_tokens=33 .* a prompt of 8 tokens: .* takes at least 34$"):
+        plan_likelihoods([turn("t", "Question", [ROME, long], gold="x" * 90)], characters, max_tokens=33)
 
 
 def test_a_gold_without_tokens_is_refused():
@@ -215,5 +216,14 @@ def test_a_trajectory_without_room_for_a_document_is_left_out_and_counted():
         assert len(plan.turn_keys) == used and plan.metrics["turns_single"] == 1
         assert plan.metrics["turns_without_room"] == 1 - used
         assert all(len(context) + len(answer) == 100 for context, answer in plan.sequences)
-    with pytest.raises(ValueError, match="max_tokens leaves 24 tokens"):
-        plan_likelihoods([turn("t", "x" * (100 - 5 - 24), [ROME, OSLO])], characters, max_tokens=100)
+
+
+@pytest.mark.parametrize("after_query", [False, True])
+def test_a_turn_whose_gold_leaves_no_room_for_a_document_is_left_out_and_counted(after_query):
+    """One long alias among a question's golds must not stop a run: 100 - 10 - 24 leave 66 for document and gold."""
+    for length, used in ((64, 2), (65, 1)):  # of the gold, with the space before it one more
+        turns = [turn("alias", "x" * 10, [ROME, OSLO], gold=("Rome", "y" * length)), turn("t", "x", [ROME, OSLO])]
+        plan = plan_likelihoods(turns, characters, after_query=after_query, max_tokens=100)
+        assert len(plan.turn_keys) == used and plan.turn_keys[-1] == "t"
+        assert plan.metrics["turns_without_room"] == 2 - used and plan.metrics["turns_single"] == 0
+        assert max(len(context) + len(answer) for context, answer in plan.sequences) <= 100

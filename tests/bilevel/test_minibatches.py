@@ -15,18 +15,18 @@ from verl_bridge.bilevel.batch import RetrieverBatch
 @given(st.integers(1, 200), st.integers(1, 70), st.integers(1, 3))
 def test_turns_are_divided_evenly_and_all_are_seen(fresh, turns, size, epochs):
     updater = fresh(minibatch_size=size, epochs=epochs)
-    passes = updater._passes(turns)
+    minibatches = updater._minibatches(turns)
     count = math.ceil(turns / size)
-    assert len(passes) == count * epochs
-    sizes = [len(rows) for rows in passes]
+    assert len(minibatches) == count * epochs
+    sizes = [len(rows) for rows in minibatches]
     assert max(sizes) <= size and max(sizes) - min(sizes) <= 1
     for epoch in range(epochs):
-        assert torch.cat(passes[epoch * count : (epoch + 1) * count]).sort().values.tolist() == list(range(turns))
+        assert torch.cat(minibatches[epoch * count : (epoch + 1) * count]).sort().values.tolist() == list(range(turns))
 
 
 def test_a_remainder_of_one_turn_takes_no_step_of_its_own(fresh):
-    assert [len(rows) for rows in fresh(minibatch_size=64)._passes(65)] == [33, 32]
-    assert [len(rows) for rows in fresh()._passes(65)] == [65]
+    assert [len(rows) for rows in fresh(minibatch_size=64)._minibatches(65)] == [33, 32]
+    assert [len(rows) for rows in fresh()._minibatches(65)] == [65]
 
 
 def test_figures_are_those_of_the_whole_batch(fresh):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_bridge.bilevel.schedule import (
@@ -81,6 +81,7 @@ def test_updates_of_a_run():
     assert count("bridge", interval=3, batches_per_step=2) == 6  # batches 3, 6, 9, 12, 15, 18 of 20
 
 
+@settings(deadline=None)
 @given(st.sampled_from(SCHEDULES), st.integers(2, 30), st.integers(1, 4), st.integers(1, 5), st.data())
 def test_the_count_is_that_of_the_batches_the_retriever_learns_from(schedule, total, batches, interval, data):
     phase = data.draw(st.integers(1, total - 1)) if schedule in PHASED else 0
@@ -92,6 +93,23 @@ def test_the_count_is_that_of_the_batches_the_retriever_learns_from(schedule, to
     )
     counted = count_updates(schedule, total_steps=total, first_phase=phase, batches_per_step=batches, interval=interval)
     assert counted == learnt
+
+
+@pytest.mark.parametrize(("schedule", "updates"), [("rag_then_rl", 0), ("rl_then_rag", 1)])
+def test_a_phase_of_the_retriever_in_which_nobody_would_learn_is_refused(schedule, updates):
+    """A first phase of 3 of 10 steps, an update every 6 steps: step 6 lies in the second."""
+    bridge = BridgeConfig(schedule=schedule, schedule_steps=3, interval=6)
+    assert count_updates(schedule, total_steps=10, first_phase=3, interval=6) == updates
+    if updates:
+        check_course(bridge, updates=updates, total_steps=10)
+        return
+    with pytest.raises(ConfigError) as error:
+        check_course(bridge, updates=0, total_steps=10)
+    assert str(error.value) == (
+        "verl_bridge.bridge.interval=6 leaves no retriever update, so nobody would learn in the retriever's phase of "
+        "schedule=rag_then_rl with schedule_steps=3 and trainer.total_training_steps=10: lower the interval, or make "
+        "that phase longer"
+    )
 
 
 def test_a_learning_rate_that_falls_needs_updates_to_fall_over():

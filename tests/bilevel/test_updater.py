@@ -122,12 +122,12 @@ def test_minibatches_and_epochs_keep_the_p_old_that_served(encoder, index):
     old = [probabilities(encoder, index, *turn) for turn in turns]
     updater = RetrieverUpdater(encoder, index, lr=3e-3, minibatch_size=2, epochs=2, seed=3)
     generator = torch.Generator().manual_seed(3)
-    passes = [rows for _ in range(2) for rows in torch.randperm(3, generator=generator).split(2)]
+    minibatches = [rows for _ in range(2) for rows in torch.randperm(3, generator=generator).split(2)]
     seen = []
 
     def step():
         """Compares and then really steps."""
-        rows = passes[len(seen)].sort().values.tolist()
+        rows = minibatches[len(seen)].sort().values.tolist()
         seen.append({name: p.grad.clone() for name, p in updater.parameters.items()})
         part = take(batch, rows)
         expected, _ = naive_gradients(encoder, index, part, old=[old[row] for row in rows])

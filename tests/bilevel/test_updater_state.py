@@ -67,6 +67,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fresh, tmp_path, kind, throug
     assert expected.numbers["adapter_version"] == 3
 
 
+def test_a_synchronous_run_drops_the_versions_that_an_asynchronous_one_kept(fresh):
+    asynchronous = fresh(lr=1e-3, max_staleness=3)
+    run_updates(asynchronous, 0, 4)
+    data = asynchronous.state_bytes()
+    assert asynchronous.known_versions() == [1, 2, 3, 4]
+    for max_staleness, kept in ((0, []), (2, [3, 4])):  # resumed with less than before
+        resumed = fresh(lr=1e-3, max_staleness=max_staleness)
+        resumed.load_state_bytes(data)
+        run_updates(resumed, 4, 1)
+        assert sorted(resumed.served) == kept and resumed.known_versions() == [*kept, 5]
+        assert [name for name in resumed.state().adapters if name.startswith("served/")] == [
+            f"served/{version}" for version in kept
+        ]
+
+
 def test_the_adapter_alone_is_not_enough_to_resume(fresh, tmp_path):
     whole = fresh(**SETTINGS)
     run_updates(whole, 0, 2)
@@ -125,8 +140,13 @@ def test_bytes_that_do_not_fit_are_refused_and_change_nothing(fresh):
     updater = fresh(**SETTINGS)
     run_updates(updater, 0, 1)
     before, data = updater.state(), updater.state_bytes()
+    says = {
+        "stranger": "it holds a tensor 'other', which is not part of an updater's state",
+        "adapter not finite": ".* in 'adapter' does not hold finite floating-point numbers",
+        "adapter of another shape": "its adapter state 'adapter' .* use the encoder and lora_rank it was saved with",
+    }
     for name, bad in broken(data).items():
-        with pytest.raises(ValueError, match="this retriever state cannot be used: "):
+        with pytest.raises(ValueError, match=f"this retriever state cannot be used: {says.get(name, '')}"):
             updater.load_state_bytes(bad)
             pytest.fail(name)
         assert differing(updater.state(), before) == [], name

@@ -8,7 +8,7 @@ from verl_bridge import cli
 from verl_bridge.embedded import assets
 from verl_bridge.embedded.policy import POLICY_DIR
 from verl_bridge.embedded.world import encoder_dir
-from verl_bridge.evaluation import bench_bridge, bench_passages, bench_tokens
+from verl_bridge.evaluation import bench_bridge, bench_passages, bench_retrieval, bench_tokens
 
 
 @pytest.fixture
@@ -64,6 +64,27 @@ def test_with_questions_it_is_the_retriever_alone(calls, tmp_path):
     assert (str(kwargs["corpus"]), str(kwargs["questions"]), kwargs["seeds"]) == ("c.jsonl", "q.jsonl", 4)
     assert kwargs["encoder"] == str(encoder_dir()) and kwargs["index"] is None
     assert kwargs["work"] == tmp_path / "cache" / "bench"
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "measured"),
+    [
+        (["bridge", "--questions", "q.jsonl"], bench_passages, "measure_passages"),
+        (["retrieval"], bench_retrieval, "measure"),
+    ],
+)
+def test_an_index_brings_its_own_encoder(monkeypatch, tmp_path, command, module, measured):
+    given = {}
+    monkeypatch.setattr(module, measured, lambda **kwargs: given.update(kwargs) or {})
+
+    def encoder(*more):
+        assert cli.main(["bench", *command, "--corpus", "c.jsonl", "--work", str(tmp_path), *more]) == 0
+        return given["encoder"]
+
+    there = ("--index", str(tmp_path))
+    assert encoder() == str(encoder_dir()) == encoder("--index", str(tmp_path / "to be built"))
+    assert encoder(*there) is None and str(given["index"]) == str(tmp_path)
+    assert encoder(*there, "--encoder", "e5") == encoder("--encoder", "e5") == "e5"
 
 
 @pytest.mark.parametrize(

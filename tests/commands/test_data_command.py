@@ -86,6 +86,8 @@ FAULTY = [
     ("golds_missing", row(golds=None)),
     ("golds_missing", row(golds=[])),
     ("golds_missing", row(reward_model=None)),
+    ("reward_model_type", row(reward_model='{"ground_truth": {"target": ["Lima"]}}')),
+    ("reward_model_type", row(reward_model=["Lima"])),
     ("golds_missing", row(reward_model={"ground_truth": {"aliases": ["Lima"]}})),
     # only verl's column counts where verl reads the rows
     ("golds_missing", row(golds=None, golden_answers=["Lima"])),
@@ -121,6 +123,10 @@ def test_an_error_names_its_row(tmp_path, capsys, kind, bad):
     ("kind", "rows"),
     [
         ("golds_unmatchable", [row(golds=["The"])]),
+        ("golds_bracketed", [row(golds=["1821"]), row("When?", golds=["[1821 1822]"])]),
+        ("golds_bracketed", [row(golds=["Lima", " {'target': ['Lima']}\n"])]),
+        ("golds_bracketed", [row(reward_model={"ground_truth": '{"target": ["Lima"]}'})]),
+        ("golds_bracketed", [row(golds=["array([1821, 1822], dtype=int64)"])]),
         ("golds_differ", [row(golden_answers=["Cusco"])]),
         ("source_unknown", [row(data_source="our_questions")]),
         ("repeated_question", [row(), row(" capital of  PERU ")]),
@@ -131,6 +137,28 @@ def test_a_note_is_no_failure(tmp_path, capsys, kind, rows):
     code, said = check(capsys, write(tmp_path / "q.jsonl", *rows))
     faults = said["files"][0]["faults"]
     assert code == 0 and set(faults) == {kind} and faults[kind]["rows"][0]["row"] == len(rows)
+
+
+@pytest.mark.parametrize("gold", ["[sic] Lima", "Lima [city]", "{Lima", "array", "f(x) = [x]"])
+def test_brackets_inside_a_gold_are_words(tmp_path, capsys, gold):
+    assert check(capsys, write(tmp_path / "q.jsonl", row(golds=[gold])))[1]["files"][0]["faults"] == {}
+
+
+def test_function_calls_need_no_tags(tmp_path, capsys):
+    """The prompt that examples/tool_agent recommends, as it stands there."""
+    text = (Path(__file__).parents[2] / "examples/tool_agent/README.md").read_text(encoding="utf-8")
+    asked = text.split('"content": f"')[1].split('"}')[0].replace("{question}", "Capital of Peru?")
+    prompt = [{"role": "user", "content": asked}]
+    good = row(prompt=prompt, extra_info={"question": "Capital of Peru?"})
+    bare = row(prompt=[{"role": "user", "content": "Which river?"}])
+    file = write(tmp_path / "q.parquet", good, bare)
+    code, said = check(capsys, file)
+    assert code == 1 and said["files"][0]["faults"]["prompt_tags"]["count"] == 2
+    assert said["files"][0]["faults"]["prompt_tags"]["fix"].endswith("(none: --function-calls)")
+    code, said = check(capsys, file, "--function-calls")
+    assert (code, said["files"][0]["faults"]) == (0, {})
+    empty = write(tmp_path / "empty.jsonl", row(prompt=[], extra_info=ASKED))
+    assert set(check(capsys, empty, "--function-calls")[1]["files"][0]["faults"]) == {"prompt_type"}
 
 
 def test_equal_ids_of_two_sources_are_two(tmp_path, capsys):
@@ -201,14 +229,46 @@ def test_plain_questions_need_no_prompt(tmp_path, capsys):
         ("q.jsonl", json.dumps(row()).encode() + b"\n{broken\n", "line 2 is not JSON"),
         ("q.jsonl", b"[" * 200_000, "line 1 is not JSON"),
         ("q.jsonl", b'{"question": "Caf\xe9"}\n', "q.jsonl line 1 is not UTF-8"),
-        ("q.jsonl.gz", b"no gzip", "q.jsonl.gz line 1: no complete gzip file"),
-        ("q.jsonl.gz", gzip.compress(json.dumps(row()).encode() * 99)[:-20], "line 1: no complete gzip file"),
-        ("q.parquet", b"PAR1 no parquet", "q.parquet row 1: no readable parquet"),
+        ("q.jsonl.gz", b"no gzip", "q.jsonl.gz line 1: not a complete gzip file"),
+        ("q.jsonl.gz", gzip.compress(json.dumps(row()).encode() * 99)[:-20], "line 1: not a complete gzip file"),
+        ("q.parquet", b"PAR1 no parquet", "q.parquet row 1: not readable as parquet"),
     ],
 )
 def test_an_unreadable_file(tmp_path, capsys, name, content, says):
     (tmp_path / name).write_bytes(content)
     assert says in refused(capsys, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "kind", "says"),
+    [
+        ("id", b"n\xffq", pa.string(), "'utf-8' codec can't decode"),
+        ("extra_info", 2**62, pa.timestamp("us"), "date value out of range"),
+    ],
+    ids=["not UTF-8", "a date after the year 9999"],
+)
+def test_a_value_that_python_cannot_read_names_its_row(tmp_path, capsys, column, value, kind, says):
+    """The row, not the thousand that are read with it."""
+    good, raw = (b"1", pa.binary()) if column == "id" else (0, pa.int64())
+    values = pa.array([good] * 1030 + [value] + [good], raw)
+    values = pa.Array.from_buffers(kind, len(values), values.buffers())
+    table = pa.Table.from_pylist([row(f"Question {i}?", id=str(i)) for i in range(len(values))])
+    if column == "extra_info":
+        values = pa.StructArray.from_arrays([values], ["when"])
+    table = table.set_column(table.column_names.index(column), column, values)
+    parquet.write_table(table, tmp_path / "q.parquet")
+    err = refused(capsys, tmp_path / "q.parquet")
+    assert f"q.parquet row 1031: not readable as parquet ({says}" in err and "write the file again" in err
+
+
+def test_rows_count_from_one_as_at_the_start_of_a_run(tmp_path, capsys):
+    from verl_bridge.config.schema import ConfigError
+    from verl_bridge.integrations.verl.preflight import check_rows
+
+    file = write(tmp_path / "q.parquet", row(), row("Which river?", golds=[""]))
+    assert check(capsys, file)[1]["files"][0]["faults"]["golds_blank"]["rows"][0]["row"] == 2
+    with pytest.raises(ConfigError, match=r"data.train_files: row 2 has gold answers"):
+        check_rows("data.train_files", file)
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path, capsys):
@@ -237,7 +297,7 @@ ROWS = st.builds(
 @given(found=ROWS)
 def test_what_passes_training_accepts_and_what_training_refuses_fails(tmp_path, found):
     """Training: the start of a run, the agent loop's reading of a row, and the reward."""
-    from verl_bridge.integrations.verl.checks import check_gold_answers
+    from verl_bridge.integrations.checks import check_gold_answers
 
     report = check_files([write(tmp_path / "q.jsonl", found)])[0]
     try:
@@ -259,12 +319,12 @@ def test_a_passing_file_is_loaded_by_verl_and_starts(tmp_path):
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
     from verl_bridge.embedded.policy import POLICY_DIR
-    from verl_bridge.integrations.verl.preflight import _check_rows
+    from verl_bridge.integrations.verl.preflight import check_rows
 
     rows = [row("Capital of Peru?", ["Lima", "Ciudad de los Reyes"]), row("Which river?", ["Amazon"])]
     file = write(tmp_path / "q.parquet", *rows)
     assert check_files([file])[0].counts == {}
-    _check_rows("data.train_files", file)
+    check_rows("data.train_files", file)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(POLICY_DIR)
     config = OmegaConf.create({"cache_dir": str(tmp_path), "filter_overlong_prompts": False})
     loaded = RLHFDataset(str(file), tokenizer, config)[0]

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 import yaml
 
 from verl_bridge.commands import eval as command
@@ -49,6 +50,13 @@ def test_the_merged_table_is_written_beside_the_figures(tmp_path, capsys):
     assert json.loads(printed.out)["n"] == 1
     assert "no search tokens of type B1: its entry is 0" in printed.err
     assert yaml.safe_load(out.read_text())["verl_bridge"]["gca"]["routing"]["A"]["VSEARCH"] == 0.5
+
+
+def test_help_explains_the_figures_and_the_exit_code(capsys):
+    with pytest.raises(SystemExit):
+        run("--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "grounded_share, hitacc and hit_but_wrong" in said and "the exit code is 1" in said and "--json" in said
 
 
 def test_figures_need_no_framework(tmp_path):

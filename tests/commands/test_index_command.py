@@ -185,7 +185,7 @@ def test_build_names_its_own_options_and_replaces_no_foreign_folder(encoder, tmp
     build = ["index", "build", "--corpus", str(tmp_path / "c.jsonl"), "--encoder", encoder]
     message = failing(capsys, *build, "--out", str(tmp_path / "mine"))
     assert "--overwrite" in message and "--out" in message
-    assert "is no index" in failing(capsys, *build, "--overwrite", "--out", str(tmp_path / "mine"))
+    assert "is not an index" in failing(capsys, *build, "--overwrite", "--out", str(tmp_path / "mine"))
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
 
 

@@ -19,7 +19,8 @@ from tests.contracts import host
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 PACKAGE = "verl_bridge.integrations.verl"
-SOURCES = sorted((Path(__file__).parents[2] / PACKAGE.replace(".", "/")).rglob("*.py"))
+FOLDER = Path(__file__).parents[2] / PACKAGE.replace(".", "/")
+SOURCES = [*sorted(FOLDER.parent.glob("*.py")), *sorted(FOLDER.rglob("*.py"))]
 
 V1, LOOP = "verl.trainer.ppo.v1", "verl.experimental.agent_loop.agent_loop"
 TOOLS = "verl.experimental.agent_loop.tool_agent_loop"

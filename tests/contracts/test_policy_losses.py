@@ -16,7 +16,7 @@ from verl.workers.config import FSDPActorConfig
 
 from verl_bridge.algorithms.gca import grounded_advantages
 from verl_bridge.algorithms.grounding import RolloutType
-from verl_bridge.integrations.verl.checks import UNFIT_LOSSES
+from verl_bridge.integrations.checks import UNFIT_LOSSES
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 ROWS, LENGTH = 6, 10

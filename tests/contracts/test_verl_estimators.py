@@ -18,7 +18,7 @@ from tests.traces import masks, trace_of
 from verl_bridge import credit
 from verl_bridge.algorithms.grounding import RolloutType
 from verl_bridge.config.schema import GCAConfig
-from verl_bridge.integrations.verl.checks import GROUP_RELATIVE
+from verl_bridge.integrations.checks import GROUP_RELATIVE
 
 ESTIMATORS = (
     "gae",

@@ -19,10 +19,11 @@ def _register(v1: ModuleType) -> None:
     import numpy as np
     import torch
     import transfer_queue as tq
+    from ray.util import list_named_actors
     from verl.trainer.ppo import core_algos
 
     from tests.e2e.reference import reference_advantages
-    from verl_bridge.integrations.verl.checks import GROUP_RELATIVE
+    from verl_bridge.integrations.checks import GROUP_RELATIVE
     from verl_bridge.integrations.verl.rollouts import read_rollouts
     from verl_bridge.integrations.verl.salience import ENTROPY, MARGIN
     from verl_bridge.integrations.verl.scoring import answer_log_probs
@@ -103,8 +104,17 @@ def _register(v1: ModuleType) -> None:
 
         def _step_once(self, *args):
             batch = super()._step_once(*args)
-            self._write(policy_after=self._likelihoods(FIXED), version_after=self._adapter_version())
+            self._write(
+                policy_after=self._likelihoods(FIXED),
+                version_after=self._adapter_version(),
+                served_after=self.retrieval.search(["where"], 1)[0]["adapter_version"],
+                actors=self._retriever_actors(),
+            )
             return batch
+
+        def _retriever_actors(self):
+            name = self.settings.retriever.actor_name
+            return sorted(a for a in list_named_actors() if a.startswith(name) and not a.endswith("_keeper"))
 
         def _prompts(self):
             return {key for key, tag in tq.kv_list("train")["train"].items() if tag.get("is_prompt")}

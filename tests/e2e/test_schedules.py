@@ -64,7 +64,12 @@ def test_the_correction_of_two_states_goes_through_verls_update_and_leaves_nothi
         assert record["advantages_stay"] and record["keys_left"] == []
 
 
-def test_a_retriever_that_follows_the_rag_loss_alone(start):
-    run = start("drop", "bridge", 1, "verl_bridge.bridge.estimator=drop", *WITHOUT_TESTS)
-    assert policy_updates(run) == [1] and run.steps[1]["version_after"] == 1
+def test_a_retriever_that_follows_the_rag_loss_alone_and_learns_in_an_actor_of_its_own(start):
+    own = "verl_bridge.bridge.worker=own"
+    run = start("drop", "bridge", 1, "verl_bridge.bridge.estimator=drop", own, *WITHOUT_TESTS)
+    step = run.steps[1]
+    assert policy_updates(run) == [1] and step["versions"] == [0] and step["version_after"] == 1
+    server, learner = step["actors"]
+    assert learner == f"{server}_learner"  # whose adapter the other one was given
+    assert step["served_after"] == 1 and run.metrics[1]["bridge/publish_seconds"] > 0
     assert run.metrics[1]["bridge/loss"] == pytest.approx(run.metrics[1]["bridge/loss_rag"], rel=1e-5)

@@ -87,17 +87,26 @@ def test_a_fixed_share_of_questions_without_split_is_held_out(tmp_path):
     assert 0.17 < first.count("validation") / 2000 < 0.23
 
 
-def test_a_folder_appears_only_when_complete(tmp_path):
-    def fail(folder):
-        (folder / "half").write_text("x")
-        raise OSError("disk full")
+def test_files_are_made_once_and_kept_when_another_process_was_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_BRIDGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"id": "1", "text": "x"}\n'))
+    rows = [{**QUESTION, "id": split, "split": split} for split in ("train", "validation")]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given, built = (tmp_path / "c.jsonl.gz", tmp_path / "q.jsonl"), []
 
-    with pytest.raises(OSError, match="disk full"):
-        assets._once(tmp_path / "made", fail)
-    assert list(tmp_path.iterdir()) == []
-    assets._once(tmp_path / "made", lambda folder: (folder / "whole").write_text("x"))
-    assert (tmp_path / "made" / "whole").read_text() == "x"
-    assets._once(tmp_path / "made", fail)  # it is there: nothing is made again
+    def build(corpus, index, encoder, log):
+        assert corpus.read_bytes() == b'{"id": "1", "text": "x"}\n'
+        built.append(corpus.parent)
+        if len(built) == 1:
+            other = assets.custom_assets(*given)  # another process, which begins later and ends earlier
+            (other.corpus.parent / "first").touch()
+
+    monkeypatch.setattr(assets, "_build_index", build)
+    made = assets.custom_assets(*given)
+    folder = made.corpus.parent
+    assert (folder / "first").exists() and made.train_file.exists() and made.probe_file.exists()
+    assert list((tmp_path / "cache").iterdir()) == [folder]
+    assert assets.custom_assets(*given) == made and len(built) == 2
 
 
 def metrics_file(tmp_path, *records):
@@ -172,5 +181,5 @@ def test_a_cut_off_corpus_is_named(tmp_path, monkeypatch):
     (tmp_path / "q.jsonl").write_text(
         "".join(json.dumps({**QUESTION, "split": split}) + "\n" for split in ("train", "validation"))
     )
-    with pytest.raises(ValueError, match=r"--corpus .*c\.jsonl\.gz is no complete gzip file"):
+    with pytest.raises(ValueError, match=r"corpus .*c\.jsonl\.gz is not a complete gzip file"):
         assets.custom_assets(tmp_path / "c.jsonl.gz", tmp_path / "q.jsonl")

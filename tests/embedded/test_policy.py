@@ -195,6 +195,31 @@ def test_warm_start_repeats_itself(tmp_path, monkeypatch):
     assert (tmp_path / "one" / "tokenizer.json").read_text(encoding="utf-8") == shipped
 
 
+def test_samples_are_padded_with_their_weights():
+    from verl_bridge.embedded.warm_start import _stack
+
+    ids, weights = _stack([([5, 6], [0, 1]), ([7, 8, 9], [1, 0.2, 0.0])])
+    assert ids.tolist() == [[5, 6, 0], [7, 8, 9]] and ids.dtype == torch.long
+    assert torch.equal(weights, torch.tensor([[0.0, 1.0, -1.0], [1.0, 0.2, 0.0]]))
+
+
+def test_a_policy_is_saved_whole_or_not_at_all(policy, tokenizer, tmp_path, monkeypatch):
+    from verl_bridge.embedded.warm_start import _save
+
+    _save(policy, tokenizer, tmp_path / "policy")
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "policy").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= kept.keys()
+
+    def full(*arguments, **settings):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
+    with pytest.raises(OSError, match="no space left"):
+        _save(new_policy(tokenizer), tokenizer, tmp_path / "policy")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "policy").iterdir()} == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
 def test_new_policy_is_prepared_for_copying(tokenizer):
     """On a repeated random sequence: layer 0 looks at the previous token, layer 1 at what followed the same token."""
     torch.manual_seed(0)

@@ -7,7 +7,16 @@ import pytest
 
 from verl_bridge.embedded.world import encoder_dir
 from verl_bridge.evaluation import bench_passages
-from verl_bridge.evaluation.bench_passages import HIGH, LOW, PassageTask, measure_passages, paired_interval, shuffle
+from verl_bridge.evaluation.bench_passages import (
+    HIGH,
+    LOW,
+    PassageTask,
+    Run,
+    measure_passages,
+    paired_interval,
+    shuffle,
+    summarise_runs,
+)
 from verl_bridge.qa.questions import Question, read_questions
 from verl_bridge.retrieval.corpus import Corpus
 from verl_bridge.retrieval.retriever import open_retriever
@@ -80,6 +89,15 @@ def test_the_interval_is_that_of_the_mean_difference():
     assert paired_interval(half, seed=1) == paired_interval(half, seed=1)
 
 
+def test_runs_are_averaged_over_seeds_and_the_control_stands_apart():
+    runs = [Run([False, False], [True, True], 0.5), Run([True, False], [True, False], 1.0)]
+    report = summarise_runs(runs, Run([False, False], [False, True], 0.0))
+    assert (report["recall_before"], report["recall_after"], report["recall_difference"]) == (0.25, 0.75, 0.5)
+    assert report["recall_after_by_seed"] == {"0": 1.0, "1": 0.5}
+    assert (report["recall_after_shuffled"], report["train_answer_in_candidates"]) == (0.5, 0.75)
+    assert (report["interval_low"], report["interval_high"]) == (0.0, 1.0)  # the seeds disagree
+
+
 def test_dealt_values_are_the_same_ones_elsewhere():
     values = [HIGH, *[LOW] * 19]
     dealt = [shuffle(values, f"q{i}") for i in range(50)]
@@ -136,6 +154,13 @@ def test_it_learns_what_the_likelihood_says_and_nothing_from_noise(material, tmp
         assert all(len(ids) == 12 for ids in columns["candidate_ids"])
     assert asked[0]["adapter_version"] == [0] * 8 and asked[7]["adapter_version"] == [7] * 8  # what serves by then
     assert [c["queries"] for c in asked[:8]] != [c["queries"] for c in asked[8:16]]  # another seed, another order
+
+    # that index says itself which encoder made it
+    again = {"seeds": 1, "top_k": 4, "epochs": 1, "threads": 1, "say": lines.append, "work": tmp_path}
+    again = measure_passages(corpus=material[0], questions=material[1], encoder=None, index=index, **again)
+    assert again["recall_before"] == report["recall_before"]
+    with pytest.raises(ValueError, match="neither --index nor --encoder: give one"):
+        measure_passages(corpus=material[0], questions=material[1], encoder=None, index=None, work=tmp_path)
 
     documents = hashlib.sha256(material[0].read_bytes()).hexdigest()
     assert report["documents_sha256_before"] == report["documents_sha256_after"] == documents

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from verl_bridge.cli import main
-from verl_bridge.evaluation.bench_retrieval import same_documents, synthetic_corpus
+from verl_bridge.evaluation.bench_retrieval import Published, judge, same_documents, synthetic_corpus
+from verl_bridge.evaluation.load import Answer, Load
 from verl_bridge.retrieval.corpus import Corpus
 
 BEST, SCORES = ["a", "b", "c", "d"], [0.9, 0.8, 0.7995, 0.5]
@@ -23,6 +24,27 @@ BEST, SCORES = ["a", "b", "c", "d"], [0.9, 0.8, 0.7995, 0.5]
 )
 def test_documents_within_a_tie_may_change_places_and_no_others(ids, same):
     assert same_documents(ids, BEST, SCORES) is same
+
+
+def test_answers_under_changing_adapters_are_judged_by_the_version_they_name():
+    expected = {0: [(("a", "b", "c"), (0.9, 0.8, 0.7))] * 2, 1: [(("c", "b", "a"), (0.9, 0.8, 0.7))] * 2}
+
+    def answer(ids, version, start, end, status=200):
+        body = json.dumps({"results": [{"ids": ids, "adapter_version": version}]}).encode()
+        return Answer(0, status, start, end, body if status == 200 else b"")
+
+    answers = [
+        answer(["a", "b"], 0, 0.0, 1.0),
+        answer(["a", "b"], 0, 2.5, 4.0),  # asked before version 1 was acknowledged
+        answer(["c", "b"], 1, 2.5, 4.5),
+        answer(["a", "b"], 1, 3.5, 5.0),  # names a version whose documents these are not
+        answer(["a", "b"], 0, 3.5, 6.0),  # the old version after the acknowledgement
+        answer([], 0, 3.5, 6.0, status=503),
+    ]
+    found = judge(Load(6.0, answers), [Published(1, 2.0, 3.0)], expected, tie=1e-3)
+    assert (found["mixed"], found["stale"], found["failed"], found["served"]) == (1, 1, 1, 1)
+    assert found["answers_that_tell_versions_apart"] == 1.0
+    assert (found["slowest_publish_s"], found["slowest_first_answer_s"]) == (1.0, 2.5)
 
 
 def test_the_synthetic_corpus_is_as_large_as_asked_and_on_real_cities(tmp_path):

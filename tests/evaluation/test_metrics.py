@@ -80,7 +80,7 @@ def test_spellings_are_a_matter_of_the_mode(tmp_path):
 
 def test_yes_no_questions_are_counted():
     figures = Figures()
-    figures.add(Signals(False, None, True, True, True), 2, False)
+    figures.add(Signals(False, -1, True, True, True), 2, False)
     assert (figures.yes_no, figures.types["D"], figures.to_dict()["searches"]) == (1, 1, 2.0)
 
 

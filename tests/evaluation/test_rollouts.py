@@ -197,7 +197,7 @@ def test_files_that_are_not_there_or_empty_or_torn(tmp_path):
         list(read_rollouts(write(tmp_path / "empty.jsonl")))
     whole = write(tmp_path / "r.jsonl.gz", *[ROW | {"id": i} for i in range(99)]).read_bytes()
     (tmp_path / "r.jsonl.gz").write_bytes(whole[:-20])
-    with pytest.raises(ValueError, match="no complete gzip file"):
+    with pytest.raises(ValueError, match="not a complete gzip file"):
         list(read_rollouts(tmp_path / "r.jsonl.gz"))
 
 

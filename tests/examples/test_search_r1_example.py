@@ -81,9 +81,12 @@ def test_at_most_ten_lines_change():
 
 
 def test_before_has_every_key_that_is_gone_and_after_none(tmp_path):
-    scripts = ("before.sh", "after.sh")
-    old, new = ({argument.split("=")[0] for argument in arguments(script, tmp_path)} for script in scripts)
+    before, after = (arguments(script, tmp_path) for script in ("before.sh", "after.sh"))
+    old, new = ({argument.split("=")[0] for argument in found} for found in (before, after))
     assert set(REPLACED) <= old and not set(REPLACED) & new
+    changed = {argument.split("=")[0] for argument in set(before) - set(after)}
+    assert (len(changed), len(old - new)) == (17, 15), "the README says so"
+    assert changed & new == {"data.max_prompt_length", "data.max_response_length"}
     kept = {"data.max_response_length", "actor_rollout_ref.rollout.log_prob_micro_batch_size"}
     assert kept <= old & new
 

@@ -44,6 +44,19 @@ def test_the_converted_policy_knows_what_the_model_knows(example):
     assert chat.endswith("<|im_start|>user\nhi<|im_end|>\n")
 
 
+def test_help_imports_nothing_heavy():
+    heavy = ("pyarrow", "numpy", "torch", "transformers")
+    code = (
+        "import atexit, runpy, sys; sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
+        f"atexit.register(lambda: print([name for name in {heavy} if name in sys.modules])); "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    script = str(EXAMPLE / "train.py")
+    run = subprocess.run([sys.executable, "-c", code, script, "--help"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "--steps" in run.stdout and run.stdout.splitlines()[-1] == "[]"
+
+
 def test_missing_packages_are_named_with_the_command(example, monkeypatch):
     convert = example("convert")
     monkeypatch.setattr(convert, "find_spec", lambda name: None)

@@ -55,11 +55,11 @@ def test_first_hit_turn_and_correctness():
 
 def test_no_hit_no_answer():
     trace = rollout(block(("Peru", "A country.")), stop_reason="length")
-    assert rollout_signals(trace) == Signals(False, None, False, False, False)
+    assert rollout_signals(trace) == Signals(False, -1, False, False, False)
 
 
 def test_no_search_at_all():
-    assert rollout_signals(rollout(answer="Lima")) == Signals(False, None, True, True, False)
+    assert rollout_signals(rollout(answer="Lima")) == Signals(False, -1, True, True, False)
 
 
 def test_a_dropped_observation_is_no_hit():
@@ -107,7 +107,7 @@ def test_parts_of_words_are_no_hits(gold, text):
 
 def test_evidence_can_be_found_across_spellings_while_exact_match_stays():
     trace = rollout(block(("Rome", "by Émile Zola\N{EN DASH}1896")), golds=("Emile Zola",), answer="Émile Zola")
-    assert rollout_signals(trace) == Signals(False, None, False, True, False)
+    assert rollout_signals(trace) == Signals(False, -1, False, True, False)
     assert rollout_signals(trace, unicode=True) == Signals(True, 0, False, True, False)
 
 

@@ -170,7 +170,11 @@ def test_the_table_of_estimates_is_the_formulas():
     assert made in README, made
 
 
-def verl_tool_arguments(tmp_path):
+@pytest.fixture
+def verl_tool_arguments(tmp_path, monkeypatch):
+    """What verl_tool.sh hands to verl-tool's main_ppo."""
+    for variable in ("MODEL", "ENCODER"):
+        monkeypatch.delenv(variable, raising=False)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     python.chmod(0o755)
@@ -183,12 +187,28 @@ def verl_tool_arguments(tmp_path):
     )
     module, *arguments = run.stdout.removesuffix("\0").split("\0")[1:]
     assert module == "verl_bridge.integrations.verl_tool.main_ppo" and arguments[-1] == "data.seed=1"
-    return arguments
+    return dict(argument.split("=", 1) for argument in arguments)
 
 
-def test_on_verl_tool_the_numbers_are_the_same(tmp_path):
+def test_on_verl_tool_the_papers_numbers_are_those_of_the_table(verl_tool_arguments):
+    section = README[README.index("| paper value | verl-tool's key |") :].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[2:]]
+    said = {key.strip("`"): value for _, key, value in rows}
+    for key, value in said.items():
+        given = verl_tool_arguments[key]
+        assert given == value or float(given) == float(value), key
+    # nothing that the other table has for BRIDGE is left out
+    renamed = {"reward.custom_reward_function.reward_kwargs.format_weight": "+reward_model.reward_kwargs.format_weight"}
+    renamed |= {"verl_bridge.agent.max_turns": "actor_rollout_ref.agent.max_turns"}
+    renamed |= {"verl_bridge.bridge.enable": "+verl_bridge"}
+    both = {key for recipe, key, _ in paper_values() if recipe == "bridge_qwen2.5-3b"}
+    by_the_arm = {"verl_bridge.gca.enable", "actor_rollout_ref.actor.policy_loss.loss_mode"}  # defaults there
+    assert set(said) == {renamed.get(key, key) for key in both - by_the_arm}
+
+
+def test_on_verl_tool_the_numbers_are_the_same(verl_tool_arguments):
     """verl-tool's key → the recipe's; its max_turns counts searches."""
-    arguments = dict(argument.split("=", 1) for argument in verl_tool_arguments(tmp_path))
+    arguments = verl_tool_arguments
     assert arguments["+verl_bridge"] == "bridge" and arguments["actor_rollout_ref.agent.max_turns"] == "4"
     stop = Path(arguments["actor_rollout_ref.agent.action_stop_tokens"]).read_text()
     assert stop == "</search>,</answer>"
@@ -208,13 +228,20 @@ def test_on_verl_tool_the_numbers_are_the_same(tmp_path):
         "trainer.n_gpus_per_node",
         "verl_bridge.retriever.encoder",
         "verl_bridge.retriever.family",
+        "verl_bridge.retriever.shown",
+        "verl_bridge.retriever.top_k",
+        "verl_bridge.retriever.lora_rank",
+        "verl_bridge.bridge.gamma",
+        "verl_bridge.bridge.lr",
+        "verl_bridge.bridge.tau_retrieval",
+        "verl_bridge.bridge.tau_posterior",
+        "data.filter_overlong_prompts",
+        "data.truncation",
     ]
     for key in same:
         value = OmegaConf.select(config, key)
         given = arguments[key]
-        assert (float(given) if isinstance(value, int | float) else given) == value, key
-    # what the arm's defaults leave unsaid there
+        assert given == str(value) or float(given) == value, key
     settings = load_settings(config)
-    assert (settings.bridge.gamma, settings.bridge.lr, settings.retriever.top_k) == (0.25, 1e-5, 10)
     assert float(arguments["+reward_model.reward_kwargs.format_weight"]) == 0
     assert float(arguments["actor_rollout_ref.agent.max_obs_length"]) == settings.agent.observation_tokens

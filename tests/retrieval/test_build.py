@@ -212,7 +212,7 @@ def test_only_an_index_or_an_empty_folder_is_overwritten(corpus, tmp_path):
     (tmp_path / "file").write_text("mine")
     encoder = WordEncoder()
     for name in ("notes", "file"):
-        with pytest.raises(ValueError, match=rf"{name} is no index .* not replaced"):
+        with pytest.raises(ValueError, match=rf"{name} is not an index .* not replaced"):
             build_index(corpus, encoder, tmp_path / name, overwrite=True)
         with pytest.raises(ValueError, match="exists"):
             build_index(corpus, encoder, tmp_path / name)

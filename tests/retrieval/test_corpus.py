@@ -85,7 +85,7 @@ def test_any_text_is_read_back_as_written_from_plain_and_gz(tmp_path_factory, pa
         ("[" * 200_000, "line 2: not a JSON object"),
         ({"id": "b"}, 'line 2: neither "contents" nor "text"'),
         ({"id": "b", "contents": " \n "}, "line 2: the document is empty"),
-        ({"id": "b", "title": 3, "text": "x"}, "line 2: the document is empty or its title is no string"),
+        ({"id": "b", "title": 3, "text": "x"}, "line 2: the document is empty or its title is not a string"),
         ('{"id": 12345678901234567890.5, "text": "x"}', 'line 2: no "id"'),
         ({"id": "a", "contents": "x"}, "line 2: id 'a' was used before .document 0"),
     ],
@@ -160,7 +160,31 @@ def test_gz_in_a_folder_that_cannot_be_written_is_unpacked_into_the_cache(tmp_pa
 def test_a_cut_off_gz_leaves_nothing_behind(tmp_path):
     path = tmp_path / "c.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"id": "0", "text": "x"}\n' * 1000)[:-20])
-    with pytest.raises(ValueError, match="no complete gzip file"):
+    with pytest.raises(ValueError, match="not a complete gzip file"):
+        Corpus.open(path)
+    path.write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match="not a complete gzip file"):
+        Corpus.open(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl.gz"]
+
+
+FULL = r"corpus .*c\.jsonl\.gz cannot be unpacked into .* \(No space left on device\); make room there, or unpack"
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "says"),
+    [(OSError(28, "No space left on device"), ValueError, FULL), (KeyboardInterrupt(), KeyboardInterrupt, None)],
+)
+def test_unpacking_that_ends_early_names_the_cause_and_leaves_nothing(tmp_path, monkeypatch, error, raised, says):
+    path = tmp_path / "c.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"id": "0", "text": "x"}\n'))
+
+    def copy(source, target, size):
+        target.write(source.read(9))
+        raise error
+
+    monkeypatch.setattr(corpus_module.shutil, "copyfileobj", copy)
+    with pytest.raises(raised, match=says):
         Corpus.open(path)
     assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl.gz"]
 
@@ -245,13 +269,16 @@ def test_a_damaged_cache_is_made_again(large, parses, file, damage):
     assert kept.read_bytes() == good
 
 
-def test_a_small_corpus_leaves_no_cache_and_no_place_for_one_is_no_error(tmp_path, monkeypatch, large):
+def test_a_small_corpus_leaves_no_cache_and_no_place_for_one_is_a_warning(tmp_path, monkeypatch, large, caplog):
     path, ids = large
     small = write(tmp_path / "small.jsonl", [{"id": "a", "text": "x"}])
-    assert len(Corpus.open(small)) == 1 and cached(path) == []
+    assert len(Corpus.open(small)) == 1 and cached(path) == [] and caplog.text == ""
     (tmp_path / "file").touch()
     monkeypatch.setenv("VERL_BRIDGE_CACHE", str(tmp_path / "file" / "below"))
     assert len(Corpus.open(path)) == len(ids)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert f"corpus {path} cannot be kept in {tmp_path / 'file' / 'below'}" in warning
+    assert "(Not a directory)" in warning and "the next start parses it again; make room" in warning
 
 
 def test_the_look_up_of_ids_stays_small(tmp_path):

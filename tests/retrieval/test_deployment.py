@@ -171,15 +171,16 @@ def test_calls_of_any_kind_from_the_event_loop_of_another_process(served, alone)
     @ray.remote(num_cpus=0)
     class Worker:
         async def ask(self):
-            served = get_serving("served")
+            served = get_serving("served", deadline=77.0)
             many = [f"town number {i}" for i in range(150)]  # more than a batch
             return await asyncio.gather(
                 served.search([" ", "Borsk"], 2), served.search([]), served.search(many, 99), served.search(["x\ud83d"])
-            )
+            ), served.deadline
 
     worker = Worker.remote()
-    two, none, many, broken = ray.get(worker.ask.remote())
+    (two, none, many, broken), deadline = ray.get(worker.ask.remote())
     ray.kill(worker)
+    assert deadline == 77.0
     assert [(a["status"], a["error"], len(a["ids"])) for a in two] == [
         ("error", "the query is empty", 0),
         ("ok", None, 2),
@@ -256,6 +257,21 @@ def test_a_replica_killed_while_a_version_is_published(served, adapters):
     load.check(old, old + 1, published)
     assert len(versions) == 2 and set(versions.values()) == {old + 1}
     assert survivor in versions and dead not in versions
+
+
+def test_a_search_that_is_not_answered_by_its_deadline_is_an_error(served):
+    class Silent:
+        def remote(self, queries, top_k):
+            return asyncio.get_running_loop().create_future()
+
+    silent = ServedRetriever("served", served._keeper, deadline=0.2)
+    silent._handle = SimpleNamespace(search=Silent())
+    started = time.monotonic()
+    answers = asyncio.run(silent.search(["Borsk", "Avelin"]))
+    assert 0.2 <= time.monotonic() - started < 10
+    assert [(a["status"], a["error"], a["documents"], a["adapter_version"]) for a in answers] == [
+        ("error", "retriever 'served': no answer within 0.2 s", [], None)
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -363,7 +379,8 @@ def test_stop_leaves_no_actor_and_no_answers(served, sharded):
         application.stop()
     assert ray.util.list_named_actors(all_namespaces=True) == []
     assert served.versions() == {}
-    (answer,) = asyncio.run(served.search(["Borsk"], timeout=10))
+    served.deadline = 10
+    (answer,) = asyncio.run(served.search(["Borsk"]))
     assert answer["status"] == "error" and answer["ids"] == [] and answer["adapter_version"] is None
     assert answer["error"].startswith("retriever 'served': ")
     with pytest.raises(RuntimeError, match="no retriever 'served'"):

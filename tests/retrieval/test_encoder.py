@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from verl_bridge.retrieval.encoder import BaseEncoder, DocumentEncoder, QueryEncoder, length_groups, load_encoders
+from verl_bridge.retrieval.encoder import BaseEncoder, DocumentEncoder, QueryEncoder, load_encoders
 
 TEXTS = ["capital of Elsberg", "who pays with the Borsk crown in the old town by the lake?", "a"]
 
@@ -113,6 +113,30 @@ def test_saved_adapter_is_peft_format_and_comes_back(encoders, tmp_path, minilm)
     torch.testing.assert_close(other.encode(TEXTS).detach(), vectors, atol=1e-6, rtol=0)
 
 
+def test_an_adapter_is_saved_without_asking_the_hub(encoders, tmp_path, monkeypatch):
+    """peft's own default looks up the vocabulary there, unless the hub is switched off as it is in tests."""
+    from peft.utils import save_and_load
+
+    def asked(*arguments, **settings):
+        raise AssertionError(f"the hub was asked for {arguments}")
+
+    monkeypatch.setattr(save_and_load, "check_file_exists_on_hf_hub", asked)
+    queries, _ = encoders
+    monkeypatch.setattr(queries.base.adapter.peft_config["default"], "base_model_name_or_path", "intfloat/e5-base-v2")
+    queries.save_adapter(tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "intfloat/e5-base-v2"
+
+
+def test_loading_draws_no_bars_before_an_error():
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_encoders("/no/such/model")
+    assert not logging.is_progress_bar_enabled()
+
+
 def test_what_does_not_fit_is_refused(encoders, tmp_path, minilm):
     queries, _ = encoders
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors"):
@@ -150,17 +174,6 @@ def test_half_precision_documents_stay_close(encoders):
     difference = (half.encode_documents(TEXTS) - documents.encode_documents(TEXTS)).abs().max().item()
     assert 0 < difference < 0.02
     assert half.describe()["compute_dtype"] == "bfloat16"
-
-
-def test_a_long_text_never_pads_short_ones():
-    texts = ["x" * length for length in (9, 5000, 5, 2000, *range(20, 40))]
-    groups = list(length_groups(texts, 8))
-    assert sorted(i for group in groups for i in group) == list(range(len(texts)))
-    assert max(map(len, groups)) == 8 and groups[-1] == [3, 1]
-    assert all(len(texts[group[-1]]) <= 4 * len(texts[group[0]]) + 64 for group in groups[:-1])
-    # with a bound on the padded size, of two of 2,000 characters each is alone
-    assert list(length_groups(texts, 8, characters=3000))[-2:] == [[3], [1]]
-    assert list(length_groups([], 8)) == []
 
 
 def test_vectors_do_not_depend_on_who_shares_the_pass(encoders):

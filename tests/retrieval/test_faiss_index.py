@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.retrieval.words import WordEncoder, encoded, make_corpus, queries
-from verl_bridge.retrieval.index import DocumentIndex, check_index, compare_vectors, manifest_settings, open_index
+from verl_bridge.retrieval.index import DocumentIndex, compare_vectors, open_index
+from verl_bridge.retrieval.manifest import check_index, manifest_settings
 
 COUNT = 300
 
@@ -72,8 +73,8 @@ def test_a_file_out_of_step_names_both_numbers(corpus, vectors, tmp_path):
     ("content", "message"),
     [
         (lambda data: data[:-50], r"x\.index is damaged or of an unknown kind"),
-        (lambda data: data[:9], r"x\.index is no FAISS index"),
-        (lambda data: b'{"id": "0", "contents": "a corpus"}', r"x\.index is no FAISS index"),
+        (lambda data: data[:9], r"x\.index is not a FAISS index"),
+        (lambda data: b'{"id": "0", "contents": "a corpus"}', r"x\.index is not a FAISS index"),
         (lambda data: b"IxZZ" + data[4:], r"x\.index is damaged or of an unknown kind"),
     ],
 )

@@ -85,7 +85,7 @@ def test_opened_for_its_vectors_alone(minilm, places_file, places_index_folder):
     (found,) = full.search(["money of Hollin"], 4)
     (scores,) = only.scores(["money of Hollin"], [found.ids])
     assert scores == pytest.approx(found.scores, abs=1e-5)
-    with pytest.raises(RuntimeError, match="opened for its vectors alone"):
+    with pytest.raises(RuntimeError, match="opened only for its vectors"):
         only.search(["money of Hollin"], 4)
     with pytest.raises(KeyError, match="nowhere"):
         only.scores(["x"], [["nowhere"]])

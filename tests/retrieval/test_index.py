@@ -8,7 +8,8 @@ import torch
 
 from tests.retrieval.words import WordEncoder, encoded, make_corpus, queries
 from verl_bridge.retrieval.corpus import Corpus
-from verl_bridge.retrieval.index import DocumentIndex, check_index, compare_vectors, manifest_settings, open_index
+from verl_bridge.retrieval.index import DocumentIndex, compare_vectors, open_index
+from verl_bridge.retrieval.manifest import check_index, manifest_settings
 
 
 @pytest.fixture

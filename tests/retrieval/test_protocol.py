@@ -8,6 +8,7 @@ from verl_bridge.qa.actions import CORRECTION, NOTHING_FOUND, RETRIEVAL_FAILED
 from verl_bridge.retrieval import protocol
 from verl_bridge.retrieval.corpus import Corpus
 from verl_bridge.retrieval.protocol import Invalid, observe, passages, read_actions, read_json, request_models
+from verl_bridge.retrieval.wire import LONGEST_REASON
 
 MODELS = request_models(max_queries=3, max_query_characters=20, max_top_k=50)
 TWO = [{"id": "a", "title": '"Avelin"', "text": "A town."}, {"id": "b", "title": "", "text": "No title."}]
@@ -117,7 +118,7 @@ def test_a_reason_is_one_short_line_and_repeats_no_input(body):
             read = read_json(json.dumps({**body, "marker": "REPEATED" * 50}).encode(), model)
         except Invalid as error:
             reason = str(error)
-            assert 0 < len(reason) <= protocol.LONGEST_REASON and reason.isprintable() and "REPEATED" not in reason
+            assert 0 < len(reason) <= LONGEST_REASON and reason.isprintable() and "REPEATED" not in reason
         else:
             assert model is MODELS.retrieve and all(type(query) is str for query in read.queries)
 

@@ -159,7 +159,7 @@ def test_a_full_queue_refuses_a_call_and_a_drained_service_all(settings):
     assert [answer["status"] for answer in answers] == ["ok"] * 3 and version == 0
 
 
-def test_the_adapter_s_digest_follows_every_change(service, tmp_path):
+def test_the_adapter_s_digest_follows_every_change(service):
     queries = ["money of Hollin"]
 
     async def run():
@@ -168,8 +168,7 @@ def test_the_adapter_s_digest_follows_every_change(service, tmp_path):
         answers = await service.search(queries)
         await service.update(batch_from(answers, queries, 0))
         seen.append(await service.adapter())
-        await service.save_adapter(str(tmp_path / "adapter"))
-        await service.load_adapter(str(tmp_path / "adapter"), 9)
+        await service.publish((await service.adapter_bytes())[1], 9)
         seen.append(await service.adapter())
         return seen
 
@@ -202,6 +201,7 @@ def test_save_and_load_bring_back_adapter_and_version(service, tmp_path):
 
 
 def test_a_retriever_without_learner_serves_only(settings, service, tmp_path):
+    name = "adapter_model.safetensors"
     plain = RetrieverService(**{**settings, "updater": None})
     asyncio.run(service.save(str(tmp_path / "c")))
 
@@ -209,10 +209,9 @@ def test_a_retriever_without_learner_serves_only(settings, service, tmp_path):
         for call in (plain.update(None), plain.save("x"), plain.load("x"), plain.known_versions()):
             with pytest.raises(ValueError, match="serves only"):
                 await call
-        await plain.load_adapter(str(tmp_path / "c" / "adapter"), 5)
+        await plain.publish((tmp_path / "c" / "adapter" / name).read_bytes(), 5)
         await plain.save_adapter(str(tmp_path / "again"))
         return await plain.search(["Borsk"])
 
     assert asyncio.run(run())[0]["adapter_version"] == 5
-    name = "adapter_model.safetensors"
     assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "c" / "adapter" / name).read_bytes()

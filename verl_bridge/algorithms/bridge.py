@@ -11,10 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from verl_bridge.algorithms.grounding import Groups
+from verl_bridge.algorithms.grounding import Groups, figures
 
 CreditWeights = Literal["likelihood", "posterior"]
 _LOG_RATIO_LIMIT = 20.0  # exp stays finite, so that a clipped branch has gradient 0 and not 0·inf
+_EPSILON = 1e-6  # added to σ, as in verl's GRPO
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,13 @@ def bridge_loss(
         advantages: trajectory-level advantage of each turn's rollout, before GCA, ``(turns,)``.
         candidate_mask: True on real candidates, ``(turns, candidates)`` bool; the rest may hold anything.
         rl_mask: turns that take part in L_RL, ``(turns,)`` bool; type D that is not retrievable does not [ours].
-        tau_retrieval, tau_posterior, tau_likelihood: τ_r, τ_p, τ_l.
-        clip: ε. gamma: γ ≥ 0. credit_weights: their form.
-        rl_weight: α ≥ 0; 0 leaves L_RAG alone. Not both α and γ may be 0.
+        tau_retrieval: τ_r of p_η.
+        tau_posterior: τ_p of the credit weights.
+        tau_likelihood: τ_l of L_RAG.
+        clip: ε.
+        gamma: γ ≥ 0.
+        rl_weight: α ≥ 0; with 0 only L_RAG is left. α and γ may not both be 0.
+        credit_weights: form of w, see :func:`document_weights`.
         turn_count, rl_turn_count: denominators of the two means; those of the whole batch when this is a part of it,
             so that the losses of the parts add up.
         hit_mask: candidates that hold a gold alias, ``(turns, candidates)`` bool, for metrics.
@@ -168,56 +173,65 @@ def bridge_loss(
     evidence = torch.logsumexp(log_probs + likelihood, dim=-1)  # (turns,)
     rag_loss = -evidence.sum() / max(turn_count if turn_count is not None else len(evidence), 1)
 
-    with torch.no_grad():
-        probs = log_probs.exp()
-        cut = (clipped < plain) & candidate_mask
-        metrics = {
-            "loss_rl": rl_loss,
-            "loss_rag": rag_loss,
-            "turns": torch.tensor(len(scores)),
-            "rl_turns": rl_mask.sum(),
-            "zero_advantage_share": _mean((advantages == 0)[rl_mask]),
-            "credit_weight_max": _mean(weight.amax(dim=-1)),
-            "retrieval_prob_max": _mean(probs.amax(dim=-1)),
-            "retrieval_entropy": _mean(-(probs * log_probs.masked_fill(~candidate_mask, 0.0)).sum(dim=-1)),
-            "ratio_deviation_max": (ratio - 1).abs().max() if len(ratio) else torch.tensor(0.0),
-            "clip_share": _mean(cut[rl_mask][candidate_mask[rl_mask]]),
-        }
-        if hit_mask is not None:
-            with_hit = (hit_mask & candidate_mask).any(dim=-1)
-            metrics["hit_in_candidates"] = _mean(with_hit)
-            metrics["hit_credit_weight"] = _mean((weight * (hit_mask & candidate_mask)).sum(dim=-1)[with_hit])
-        values = torch.stack([value.to("cpu", torch.float64) for value in metrics.values()]).tolist()
+    metrics = {"loss_rl": rl_loss, "loss_rag": rag_loss}
+    metrics |= _metrics(log_probs, ratio, clipped < plain, weight, advantages, rl_mask, candidate_mask, hit_mask)
     return BridgeLoss(
         loss=(rl_weight * rl_loss + gamma * rag_loss) / (rl_weight + gamma),
         rl_loss=rl_loss,
         rag_loss=rag_loss,
-        metrics={f"bridge/{key}": value for key, value in zip(metrics, values, strict=True)},
+        metrics=figures("bridge", metrics),
     )
 
 
-def standardised_outcome(
-    rewards: Tensor, group_index: Tensor, *, row_mask: Tensor | None = None, epsilon: float = 1e-6
-) -> Tensor:
+@torch.no_grad()
+def _metrics(
+    log_probs: Tensor,
+    ratio: Tensor,
+    cut: Tensor,
+    weight: Tensor,
+    advantages: Tensor,
+    rl_mask: Tensor,
+    candidate_mask: Tensor,
+    hit_mask: Tensor | None,
+) -> dict[str, Tensor]:
+    """``bridge/*`` besides the losses: counts, and means over the turns, RL turns or candidates they are about."""
+    probs = log_probs.exp()
+    metrics = {
+        "turns": candidate_mask.any(dim=-1).sum(),
+        "rl_turns": rl_mask.sum(),
+        "zero_advantage_share": _mean((advantages == 0)[rl_mask]),
+        "credit_weight_max": _mean(weight.amax(dim=-1)),
+        "retrieval_prob_max": _mean(probs.amax(dim=-1)),
+        "retrieval_entropy": _mean(-(probs * log_probs.masked_fill(~candidate_mask, 0.0)).sum(dim=-1)),
+        "ratio_deviation_max": (ratio - 1).abs().max() if len(ratio) else ratio.new_zeros(()),
+        "clip_share": _mean(cut[rl_mask][candidate_mask[rl_mask]]),
+    }
+    if hit_mask is not None:
+        hits = hit_mask & candidate_mask
+        with_hit = hits.any(dim=-1)
+        metrics["hit_in_candidates"] = _mean(with_hit)
+        metrics["hit_credit_weight"] = _mean((weight * hits).sum(dim=-1)[with_hit])
+    return metrics
+
+
+def standardised_outcome(rewards: Tensor, group_index: Tensor, *, row_mask: Tensor | None = None) -> Tensor:
     """Outcome reward standardised over its group: the A_i of L_RL under estimators other than GRPO [ours].
 
     (R - mean)/(σ + ε) with the n-1 σ of verl's GRPO, which it equals for groups of two or more. A group of one is
     standardised over the batch. Equal rewards give exactly 0. Padding rows get 0 and do not count. ``(batch,)``
     """
     groups = Groups.of(group_index, row_mask)
-    result = _standardised(rewards, groups, epsilon)
+    result = _standardised(rewards, groups)
     alone = (groups.sizes == 1)[groups.row_group]
     if bool(alone.any()):
         batch = Groups.of(torch.zeros_like(group_index), groups.row_mask)
-        result = torch.where(alone, _standardised(rewards, batch, epsilon), result)
+        result = torch.where(alone, _standardised(rewards, batch), result)
     return torch.where(groups.row_mask, result, 0.0)
 
 
-def _standardised(rewards: Tensor, groups: Groups, epsilon: float) -> Tensor:
-    size = groups.sizes.to(torch.float64)
-    centred = rewards.to(torch.float64) - (groups.sum(rewards) / size.clamp(min=1))[groups.row_group]
-    sigma = (groups.sum(centred.square()) / (size - 1).clamp(min=1)).sqrt()
-    result = centred / (sigma + epsilon)[groups.row_group]
+def _standardised(rewards: Tensor, groups: Groups) -> Tensor:
+    centred, sigma = groups.centred(rewards)
+    result = centred / (sigma + _EPSILON)[groups.row_group]
     # exact zeros: the mean of equal numbers is not always that number
     return torch.where(groups.zero_variance(rewards)[groups.row_group], 0.0, result).to(rewards.dtype)
 
@@ -242,5 +256,7 @@ def _check_candidates(candidate_mask: Tensor) -> None:
 
 
 def _check_finite(name: str, values: Tensor, mask: Tensor) -> None:
-    if not bool(values.isfinite()[mask].all()):
-        raise ValueError(f"{name} holds a value that is not finite on a real candidate or turn")
+    broken = (~values.isfinite() & mask).nonzero()
+    if len(broken):
+        turn = int(broken[0, 0])
+        raise ValueError(f"{name}: turn {turn} holds {values[tuple(broken[0])].item()}; leave the turn out")

@@ -5,7 +5,7 @@ The upper objective F(θ, η) is the RL loss, the lower one G(θ, η) the RAG lo
 
     ``two_state``  ∇F(θ, η_γ) + γ·[∇G(θ, η_γ) - ∇G(θ, η*)]   [paper]
     ``bridge``     ∇F(θ, η_γ), the two corrections left out    [paper]
-    ``drop``       ∇F(θ, η*), the retriever follows G alone    [ours]
+    ``drop``       ∇F(θ, η*), the retriever follows only G     [ours]
 
 (F + γG)/(1 + γ), the loss of :mod:`verl_bridge.algorithms.bridge`, has the same η_γ: the factor scales the retriever's
 step, not the policy's gradient, so nothing here is divided by 1 + γ.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 Estimator = Literal["bridge", "two_state", "drop"]
 ESTIMATORS: tuple[Estimator, ...] = ("bridge", "two_state", "drop")
-Objective = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 """θ ``(policy parameters,)`` and η ``(retriever parameters,)`` to a scalar loss."""
 
 _ROUNDING = 1e-15  # two losses nearer than this, relatively, count as equal
@@ -31,8 +31,8 @@ _ROUNDING = 1e-15  # two losses nearer than this, relatively, count as equal
 
 def policy_loss(
     estimator: Estimator,
-    upper: Objective,
-    lower: Objective,
+    upper: Loss,
+    lower: Loss,
     theta: Tensor,
     penalised: Tensor,
     lowest: Tensor,
@@ -42,9 +42,11 @@ def policy_loss(
 
     Args:
         estimator: one of ESTIMATORS.
-        upper: F. lower: G.
+        upper: F.
+        lower: G.
         theta: θ, ``(policy parameters,)``.
-        penalised: η_γ; ``drop`` does not use it. lowest: η*; ``bridge`` does not use it. ``(retriever parameters,)``
+        penalised: η_γ, ``(retriever parameters,)``; ``drop`` does not use it.
+        lowest: η*, ``(retriever parameters,)``; ``bridge`` does not use it.
         gamma: γ > 0.
 
     Raises:
@@ -64,8 +66,8 @@ def policy_loss(
 
 def policy_gradient(
     estimator: Estimator,
-    upper: Objective,
-    lower: Objective,
+    upper: Loss,
+    lower: Loss,
     theta: Tensor,
     penalised: Tensor,
     lowest: Tensor,
@@ -76,7 +78,7 @@ def policy_gradient(
     return torch.autograd.grad(policy_loss(estimator, upper, lower, theta, penalised, lowest, gamma), theta)[0]
 
 
-def hypergradient(upper: Objective, lower: Objective, theta: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
+def hypergradient(upper: Loss, lower: Loss, theta: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
     """dF(θ, η*(θ))/dθ by implicit differentiation, and the part of it that comes through η*.
 
     The whole is ∇_θF - ∇²_θηG·(∇²_ηηG)⁻¹·∇_ηF at (θ, η*), the second result its second term. Both are
@@ -86,7 +88,7 @@ def hypergradient(upper: Objective, lower: Objective, theta: Tensor, lowest: Ten
         lowest: η*, where ∇_ηG = 0, ``(retriever parameters,)``.
 
     Raises:
-        ValueError: G is not strictly convex at η*, so that η* is no isolated minimum.
+        ValueError: G is not strictly convex at η*, so that η* is not an isolated minimum.
     """
     theta, lowest = theta.detach().requires_grad_(), lowest.detach().requires_grad_()
     direct, through = torch.autograd.grad(upper(theta, lowest), (theta, lowest))
@@ -115,7 +117,7 @@ def minimise(
         tolerance: the gradient's norm at the end is below it.
 
     Raises:
-        RuntimeError: the gradient's norm did not get below the tolerance, or the point it did so at is no minimum.
+        RuntimeError: the gradient's norm did not get below the tolerance, or the point where it did is not a minimum.
     """
     gradient, hessian = torch.func.grad(objective), torch.func.hessian(objective)
     point = start.detach().clone()
@@ -124,14 +126,14 @@ def minimise(
         curvature, axes = torch.linalg.eigh(hessian(point))
         if slope.norm() < tolerance:
             if curvature[0] <= 0:
-                raise RuntimeError(f"stationary, but no minimum: the least curvature is {float(curvature[0]):.1e}")
+                raise RuntimeError(f"stationary, but not a minimum: the least curvature is {float(curvature[0]):.1e}")
             return point
         step = -axes @ ((axes.T @ slope) / curvature.abs().clamp(min=1e-8))
         size = 1.0
         while size > 1e-10:
             candidate = point + size * step
             new_value, new_slope = objective(candidate), gradient(candidate)
-            # close to the minimum values differ by rounding alone, and the gradient decides
+            # close to the minimum values differ only by rounding, and the gradient decides
             level = new_value <= value + _ROUNDING * (1 + value.abs()) and new_slope.norm() < slope.norm()
             if new_value <= value + 1e-4 * size * (slope @ step) or level:
                 break

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verl_bridge.algorithms.grounding import Groups, RolloutType, Segment
+from verl_bridge.algorithms.grounding import Groups, RolloutType, Segment, figures
 
 _SLACK = 1e-9  # a bound met exactly must not fail on the rounding of its factors
 _CHUNK = 1 << 18  # tokens worked on at a time, so that temporaries stay in the cache
@@ -28,7 +28,7 @@ _TYPES = (RolloutType.A, RolloutType.B1, RolloutType.B2, RolloutType.C, RolloutT
 
 @dataclass(frozen=True)
 class RoutingTable:
-    """λ(type, segment): one ``(VSEARCH, RSEARCH, ANS)`` triple a type. Signs [paper], magnitudes [ours].
+    """λ(type, segment): one ``(VSEARCH, RSEARCH, ANS)`` triple per type. Signs [paper], magnitudes [ours].
 
     Type D that is not retrievable leaves the policy loss, and D that is undetermined gets no residual: neither has a
     row. ``merged`` marks the ablation without the split of searches, :func:`merged_table`: both search entries of a row
@@ -89,13 +89,13 @@ class RoutingTable:
 
 
 def merged_table(tokens: Tensor, routing: RoutingTable | None = None) -> RoutingTable:
-    """The table of the ablation with one search segment a type [paper], measured on saved rollouts.
+    """The table of the ablation with one search segment per type [paper], measured on saved rollouts.
 
     The sign is that of the token-weighted mean of the signed residuals, the magnitude the mean of the absolute ones.
     The residual meant is the additive one, |A|·ρ·λ·c, which has the sign of λ whatever the sign of A; ρ is common to
     all and c has the mean c̄ in every cell, so per token of |A| = 1 what remains is λ [ours]. Hence neither advantages
     nor salience are needed, and rollouts that are alone in their group serve as well. Types without a hit have
-    later-search tokens alone: their entry is RSEARCH. A type of which no token was seen gets 0.
+    only later-search tokens: their entry is RSEARCH. A type of which no token was seen gets 0.
 
     Args:
         tokens: sampled tokens by :class:`RolloutType` and :class:`Segment`, ``(types, segments)``.
@@ -177,10 +177,10 @@ def grounded_advantages(
     untouched = ~groups.row_mask
     if gated_rows is not None:
         untouched = untouched | gated_rows.bool()
-    flat = groups.zero_variance(rewards) & (groups.sizes > 1)
+    flat = groups.zero_variance(rewards)
     if group_relative:
         untouched = untouched | flat[groups.row_group]
-    left = (types == RolloutType.D_NOT_RETRIEVABLE) & ~untouched
+    excluded = (types == RolloutType.D_NOT_RETRIEVABLE) & ~untouched
 
     table = routing.tensor(advantages.dtype, advantages.device)
     weights = (table * (rho * scale))[types.long()].masked_fill(untouched.unsqueeze(1), 0.0)  # (batch, segments)
@@ -202,7 +202,7 @@ def grounded_advantages(
             delta = delta * c
         torch.mul(base, 1 + delta, out=grounded[part])
         strength = delta.abs()
-        figures = (
+        found = (
             _count(sampled),
             *(_count(codes == code) for code in Segment if code),
             _count(delta != 0),
@@ -210,13 +210,13 @@ def grounded_advantages(
             strength.sum(dim=1),
             strength.amax(dim=1) if strength.shape[1] else strength.sum(dim=1),
         )
-        for name, figure in zip(_COUNTS, figures, strict=True):
+        for name, figure in zip(_COUNTS, found, strict=True):
             counts[name].append(figure)
-    grounded[left] = grounded[left].masked_fill(response_mask[left].bool(), 0.0)
+    grounded[excluded] = grounded[excluded].masked_fill(response_mask[excluded].bool(), 0.0)
     of_rows = {
         name: torch.cat([rewards.new_zeros(0), *parts]).double() * groups.row_mask for name, parts in counts.items()
     }
-    return GCAResult(grounded, _metrics(of_rows, advantages, response_mask, table, types, left, flat, groups))
+    return GCAResult(grounded, _metrics(of_rows, advantages, response_mask, table, types, excluded, flat, groups))
 
 
 def _count(where: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def _metrics(
     response_mask: Tensor,
     table: Tensor,
     types: Tensor,
-    left: Tensor,
+    excluded: Tensor,
     flat: Tensor,
     groups: Groups,
 ) -> dict[str, float]:
@@ -244,13 +244,13 @@ def _metrics(
     sampled, active = of_rows["sampled"].sum(), of_rows["active"].sum()
     cells = torch.stack([of_rows[code.name] for code in Segment if code], dim=1)  # (batch, segments)
     # what is left to learn from in the groups that lost a rollout: few rows
-    rest = (groups.any(left)[groups.row_group] & groups.row_mask & ~left).nonzero().squeeze(1)
+    rest = (groups.any(excluded)[groups.row_group] & groups.row_mask & ~excluded).nonzero().squeeze(1)
     signs = advantages[rest].masked_fill(~response_mask[rest].bool(), 0.0)
-    positive, negative = (torch.zeros_like(left).index_put((rest,), (x > 0).any(1)) for x in (signs, -signs))
+    positive, negative = (torch.zeros_like(excluded).index_put((rest,), (x > 0).any(1)) for x in (signs, -signs))
 
-    right = (types == RolloutType.A) | (types >= RolloutType.D_RETRIEVABLE)
+    correct = (types == RolloutType.A) | (types >= RolloutType.D_RETRIEVABLE)
     route = table[types.long(), 1:].sign()
-    conflict = torch.where(right.unsqueeze(1), route < 0, route > 0)
+    conflict = torch.where(correct.unsqueeze(1), route < 0, route > 0)
     there, every = cells > 0, cells.sum().clamp(min=1)
     metrics = {
         "residual_mean": of_rows["strength"].sum() / active.clamp(min=1),
@@ -261,9 +261,8 @@ def _metrics(
         "token_share/active": active / sampled.clamp(min=1),
         "token_share/NONE": (sampled - cells.sum()) / sampled.clamp(min=1),
         **{f"token_share/{code.name}": cells[:, code - 1].sum() / sampled.clamp(min=1) for code in Segment if code},
-        "rollouts_left_loss": left.sum(),
-        "groups_only_negative": (groups.any(negative) & ~groups.any(positive) & groups.any(left)).sum(),
+        "rollouts_left_loss": excluded.sum(),
+        "groups_only_negative": (groups.any(negative) & ~groups.any(positive) & groups.any(excluded)).sum(),
         "groups_zero_variance": flat.sum(),
     }
-    values = torch.stack([value.to(torch.float64) for value in metrics.values()]).tolist()  # one transfer
-    return {f"gca/{key}": value for key, value in zip(metrics, values, strict=True)}
+    return figures("gca", metrics)

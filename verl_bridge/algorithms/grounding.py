@@ -35,7 +35,7 @@ class Segment(IntEnum):
     ANS = 3
 
 
-class TurnKind(IntEnum):
+class TurnCode(IntEnum):
     """Kind of an assistant turn in a padded turn table."""
 
     PAD = 0
@@ -44,7 +44,7 @@ class TurnKind(IntEnum):
     MALFORMED = 3
 
 
-_KINDS = {kind.name.lower(): int(kind) for kind in TurnKind}
+_KINDS = {code.name.lower(): int(code) for code in TurnCode}
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,19 @@ class Groups:
         return self.sum(values.bool()) > 0
 
     def zero_variance(self, rewards: Tensor) -> Tensor:
-        """Groups whose counted rows all have exactly the same reward (a group of one does). ``(groups,)`` bool"""
+        """Groups of two or more whose counted rows all have exactly the same reward. ``(groups,)`` bool"""
         rewards = rewards.to(torch.float64)
         low = torch.full((len(self.sizes),), torch.inf, dtype=torch.float64, device=rewards.device)
         high = -low
         low.scatter_reduce_(0, self.row_group, torch.where(self.row_mask, rewards, torch.inf), "amin")
         high.scatter_reduce_(0, self.row_group, torch.where(self.row_mask, rewards, -torch.inf), "amax")
-        return low >= high
+        return (low >= high) & (self.sizes > 1)
+
+    def centred(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """``values`` less their group's mean ``(batch,)``, and σ with n-1, as verl's GRPO ``(groups,)``, in float64."""
+        size = self.sizes.to(torch.float64).clamp(min=1)
+        centred = values.to(torch.float64) - (self.sum(values) / size)[self.row_group]
+        return centred, (self.sum(centred.square()) / (size - 1).clamp(min=1)).sqrt()
 
 
 def index_groups(uids: Sequence[Hashable], device: torch.device | str | None = None) -> Tensor:
@@ -111,7 +117,7 @@ def rollout_types(
 
     Type D is retrievable when any rollout of its group has a hit, or the oracle query (question and gold answer) finds
     an alias [paper]. Alone in its group, the oracle decides if there is one, else D is undetermined [ours]. An oracle
-    query that failed found neither something nor nothing: the group alone decides [ours].
+    query that failed found neither something nor nothing: then only the group decides [ours].
 
     Args:
         hit, correct, answered: sub-outcomes, ``(batch,)`` bool.
@@ -157,7 +163,7 @@ class TurnTable:
 
     Args:
         starts, ends: half-open token spans of the turns in the response, ``(batch, turns)`` int64.
-        kinds: :class:`TurnKind` codes, ``(batch, turns)`` int8; padding is ``PAD``.
+        kinds: :class:`TurnCode` codes, ``(batch, turns)`` int8; padding is ``PAD``.
         failed: the turn's retrieval failed, ``(batch, turns)`` bool.
         gate_rows, gate_starts, gate_ends: token spans of structural tags and control tokens, ``(gates,)`` int64.
     """
@@ -207,19 +213,19 @@ def segment_map(turns: TurnTable, first_hit_turn: Tensor, response_mask: Tensor)
         ValueError: turns that overlap, or are not in order.
     """
     kinds = turns.kinds
-    apart = (turns.starts[:, 1:] >= turns.ends[:, :-1]) | (kinds[:, 1:] == TurnKind.PAD)
+    apart = (turns.starts[:, 1:] >= turns.ends[:, :-1]) | (kinds[:, 1:] == TurnCode.PAD)
     if not apart.all():
         row, turn = (~apart).nonzero()[0].tolist()
         raise ValueError(f"rollout {row}: turn {turn + 1} starts before turn {turn} ends; a token belongs to one turn")
     order = torch.arange(kinds.shape[1], device=kinds.device)
     useful = order <= first_hit_turn.unsqueeze(1)  # (batch, turns); no turn is <= -1
     codes = torch.zeros_like(kinds)
-    codes[(kinds == TurnKind.MALFORMED) | ((kinds == TurnKind.SEARCH) & ~useful)] = Segment.RSEARCH
-    codes[(kinds == TurnKind.SEARCH) & useful] = Segment.VSEARCH
-    codes[kinds == TurnKind.ANSWER] = Segment.ANS
+    codes[(kinds == TurnCode.MALFORMED) | ((kinds == TurnCode.SEARCH) & ~useful)] = Segment.RSEARCH
+    codes[(kinds == TurnCode.SEARCH) & useful] = Segment.VSEARCH
+    codes[kinds == TurnCode.ANSWER] = Segment.ANS
     codes[turns.failed] = Segment.NONE
 
-    # One number a token, painted in one pass: the low two bits are the segment, the rest counts the gates over it.
+    # One number per token, painted in one pass: the low two bits are the segment, the rest counts the gates over it.
     rows = torch.arange(len(kinds), device=kinds.device).repeat_interleave(kinds.shape[1])
     painted = _paint(
         torch.cat([rows, turns.gate_rows]),
@@ -255,8 +261,9 @@ def grounding_metrics(
 
     ``delta`` is Pr[C|H=1] - Pr[C|H=0] averaged over the groups that hold both; ``identity_advantage`` the sum of the
     hit rollouts' advantages and ``identity_covariance`` n·Cov(H, R)/σ, both averaged over groups with reward variance:
-    equal by the identity of §1.10 (σ with n-1, as verl's GRPO) when rewards are what the advantages came from, and
-    otherwise not: with a KL penalty in the reward, or advantages that were not divided by σ.
+    equal by the identity in README.md beside this file ("Identity"; σ with n-1, as verl's GRPO) when rewards are what
+    the advantages came from, and otherwise not: with a KL penalty in the reward, or advantages that were not divided
+    by σ.
     A share whose denominator is empty is 0.
 
     Args:
@@ -270,23 +277,23 @@ def grounding_metrics(
     groups = Groups.of(group_index, row_mask)
     rows, real = groups.row_mask, groups.sizes > 0
     hit, correct = hit.bool() & rows, correct.bool() & rows
-    size = groups.sizes.to(torch.float64).clamp(min=1)
-    hits, right = groups.sum(hit), groups.sum(correct)
+    # of each group
+    hit_count, correct_count, both_count = groups.sum(hit), groups.sum(correct), groups.sum(hit & correct)
+    all_right, all_wrong = real & (correct_count == groups.sizes), real & (correct_count == 0)
 
-    flat = groups.zero_variance(rewards)
-    varied = real & ~flat
-    centred = rewards.to(torch.float64) - (groups.sum(rewards) / size)[groups.row_group]
-    sigma = (groups.sum(centred.square()) / (size - 1).clamp(min=1)).sqrt()
+    several, flat = groups.sizes > 1, groups.zero_variance(rewards)
+    varied = several & ~flat
+    centred, sigma = groups.centred(rewards)
+    sigma = torch.where(varied, sigma, 1.0)
     if outcome_advantages is None:
-        outcome_advantages = centred / torch.where(varied, sigma, 1.0)[groups.row_group]
+        outcome_advantages = centred / sigma[groups.row_group]
     hit_advantage = groups.sum(torch.where(hit, outcome_advantages, 0.0))
     # n·Cov(H, R) = sum of H·(R - mean R)
-    covariance = groups.sum(torch.where(hit, centred, 0.0)) / torch.where(varied, sigma, 1.0)
+    covariance = groups.sum(torch.where(hit, centred, 0.0)) / sigma
 
-    both = real & (hits > 0) & (hits < groups.sizes)
-    right_with_hit = groups.sum(hit & correct)
-    gap = right_with_hit / hits.clamp(min=1) - (right - right_with_hit) / (size - hits).clamp(min=1)
-    several = real & (groups.sizes > 1)
+    split = (hit_count > 0) & (hit_count < groups.sizes)
+    with_hit = both_count / hit_count.clamp(min=1)
+    without = (correct_count - both_count) / (groups.sizes - hit_count).clamp(min=1)
 
     def share(part: Tensor, whole: Tensor) -> Tensor:
         return part.to(torch.float64).sum() / whole.to(torch.float64).sum().clamp(min=1)
@@ -302,17 +309,22 @@ def grounding_metrics(
         "grounded_share": share(hit & correct, correct),
         "hitacc": share(hit & correct, hit),
         "hit_but_wrong": share(hit & ~correct, rows),
-        "delta": mean(gap, both),
+        "delta": mean(with_hit - without, split),
         "identity_advantage": mean(hit_advantage, varied),
         "identity_covariance": mean(covariance, varied),
         "groups": real.sum(),
         "groups_singleton": (groups.sizes == 1).sum(),
-        "groups_all_right": (real & (right == groups.sizes)).sum(),
-        "groups_all_wrong": (real & (right == 0)).sum(),
-        "groups_mixed": (real & (right > 0) & (right < groups.sizes)).sum(),
-        "groups_zero_variance_share": share(several & flat, several),
-        "groups_zero_variance_all_right": (several & flat & (right == groups.sizes)).sum(),
-        "groups_zero_variance_all_wrong": (several & flat & (right == 0)).sum(),
+        "groups_all_right": all_right.sum(),
+        "groups_all_wrong": all_wrong.sum(),
+        "groups_mixed": (real & ~all_right & ~all_wrong).sum(),
+        "groups_zero_variance_share": share(flat, several),
+        "groups_zero_variance_all_right": (flat & all_right).sum(),
+        "groups_zero_variance_all_wrong": (flat & all_wrong).sum(),
     }
-    values = torch.stack([value.to(torch.float64) for value in metrics.values()]).tolist()  # one transfer
-    return {f"grounding/{key}": value for key, value in zip(metrics, values, strict=True)}
+    return figures("grounding", metrics)
+
+
+def figures(prefix: str, values: dict[str, Tensor]) -> dict[str, float]:
+    """Scalars on one device as floats by ``prefix/name``, in one transfer."""
+    numbers = torch.stack([value.detach().to(torch.float64) for value in values.values()]).tolist()
+    return {f"{prefix}/{name}": number for name, number in zip(values, numbers, strict=True)}

@@ -54,7 +54,8 @@ def token_statistics(
     Args:
         logits: temperature-scaled, any float type, ``(tokens, vocabulary)``.
         labels: the sampled tokens y, ``(tokens,)`` int64.
-        margin_k: K. entropy_m: M.
+        margin_k: K.
+        entropy_m: M.
         chunk_tokens: rows worked on at once; as many as need about 16 MiB when None.
 
     Raises:

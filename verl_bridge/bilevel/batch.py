@@ -17,7 +17,7 @@ class RetrieverBatch:
         advantages: the rollout's trajectory-level advantage, before GCA.
         rl_mask: False keeps a turn out of the RL credit (it stays in the RAG loss).
         adapter_version: the adapter that served the turn.
-        hits: whether each candidate holds a gold alias, for metrics alone; None leaves those out.
+        hits: whether each candidate holds a gold alias, only for metrics; None leaves those out.
     """
 
     queries: Sequence[str]
@@ -38,4 +38,8 @@ class RetrieverBatch:
                 raise ValueError(
                     f"turn {turn} has {len(ids)} candidates and {len(values)} log-likelihoods; "
                     "give equally many, at least two, and leave other turns out"
+                )
+            if self.hits is not None and len(self.hits[turn]) != len(ids):
+                raise ValueError(
+                    f"turn {turn} has {len(ids)} candidates and {len(self.hits[turn])} hits; give equally many"
                 )

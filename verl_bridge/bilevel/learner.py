@@ -12,14 +12,13 @@ import torch
 
 from verl_bridge.algorithms.bridge import BridgeLoss, bridge_loss, retrieval_log_probs
 from verl_bridge.bilevel.tensors import BatchTensors
+from verl_bridge.config.schema import LR_SCHEDULES
 from verl_bridge.retrieval.encoder import QueryEncoder
 
 logger = logging.getLogger(__name__)
 
 Objective = Literal["penalised", "rag", "rl"]
 OBJECTIVES: tuple[Objective, ...] = ("penalised", "rag", "rl")
-LR_SCHEDULES = ("constant", "linear", "cosine")
-
 
 COUNTED_BY = {
     "bridge/loss_rl": "rl_turns",
@@ -75,8 +74,9 @@ class AdapterLearner:
 
     Args:
         encoder: the query encoder; its adapter is updated in place.
-        objective: ``penalised``, (L_RL + γ·L_RAG)/(1 + γ) [paper]; ``rag``, L_RAG alone; ``rl``, L_RL alone.
-        gamma: γ. tau_retrieval, tau_posterior, tau_likelihood, clip, credit_weights: as of
+        objective: ``penalised``, (L_RL + γ·L_RAG)/(1 + γ) [paper]; ``rag``, only L_RAG; ``rl``, only L_RL.
+        gamma: γ.
+        tau_retrieval, tau_posterior, tau_likelihood, clip, credit_weights: as of
             :func:`~verl_bridge.algorithms.bridge.bridge_loss`.
         lr: AdamW learning rate.
         weight_decay: AdamW weight decay.
@@ -153,8 +153,8 @@ class AdapterLearner:
         """Query vectors ``(texts, dim)`` in the format that training computes in, so that ratios start at 1."""
         return self.encoder.encode_queries(texts, training=training, compute_dtype=self.compute_dtype)
 
-    def log_probs(self, data: BatchTensors, passes: Sequence[torch.Tensor]) -> torch.Tensor:
-        """log p_η(d|q) of the turns in ``passes``, ``(turns, candidates)``, no gradient; -inf elsewhere.
+    def log_probs(self, data: BatchTensors, minibatches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """log p_η(d|q) of the turns in ``minibatches``, ``(turns, candidates)``, no gradient; -inf elsewhere.
 
         A turn whose scores are not finite is NaN throughout. Grouped as :meth:`train` groups them: what rounding
         depends on is then the same.
@@ -163,7 +163,7 @@ class AdapterLearner:
             ValueError: scores are not finite because the adapter's parameters are not.
         """
         out = torch.full(data.mask.shape, -torch.inf, device=data.mask.device)
-        for rows in passes:
+        for rows in minibatches:
             for group in data.groups(rows, self.queries_at_once):
                 scores = data.scores(self.encode(group.texts), group)
                 bad = ~scores.isfinite().all(dim=-1, keepdim=True)
@@ -177,16 +177,16 @@ class AdapterLearner:
     def train(
         self,
         data: BatchTensors,
-        passes: Sequence[torch.Tensor],
+        minibatches: Sequence[torch.Tensor],
         *,
         updates: int,
         old_log_probs: torch.Tensor | None = None,
     ) -> Training:
-        """One optimiser step for every entry of ``passes``.
+        """One optimiser step for every entry of ``minibatches``.
 
         Args:
             data: the batch.
-            passes: the turns of each step.
+            minibatches: the turns of each step.
             updates: how many updates came before, which sets the learning rate.
             old_log_probs: log p_old(d|q), ``(turns, candidates)``; None takes every step's own, for a single step on
                 turns that the present adapter served.
@@ -195,7 +195,7 @@ class AdapterLearner:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * self._share(position)
         steps, dropped, first = [], 0, None
-        for number, rows in enumerate(passes):
+        for number, rows in enumerate(minibatches):
             scores = torch.zeros(data.mask.shape, device=data.mask.device)
             metrics = self._step(data, rows, old_log_probs, scores)
             if metrics is None:

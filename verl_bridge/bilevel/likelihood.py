@@ -25,6 +25,10 @@ _BLOCK_END = OBSERVATION_TAIL + "<answer>"
 MOST_GOLDS = 8  # of one turn; question sets list up to hundreds of aliases
 
 
+class NoRoomError(ValueError):
+    """A prompt leaves no room for a document; the caller knows which settings ``max_tokens`` came from."""
+
+
 @dataclass(frozen=True)
 class RetrievalTurn:
     """One search of one rollout.
@@ -60,18 +64,18 @@ class LikelihoodPlan:
         turn_keys: the turns that take part, in their order.
         sequences: unique (context ids, answer ids); only the answer's tokens are scored.
         index: per turn and candidate the positions in ``sequences``, one per gold, in the order of ``turn_keys``.
-        length_normalise: divide a log-likelihood by the number of the answer's tokens.
+        length_normalize: divide a log-likelihood by the number of the answer's tokens.
         metrics: ``turns``, ``turns_used``, ``turns_failed``, ``turns_single`` (fewer than two candidates),
             ``turn_share`` (used of the eligible), ``sequences``, ``sequences_saved``, ``tokens``, ``tokens_saved``,
-            ``sequences_cut`` (documents shortened to ``max_tokens``), ``turns_without_room`` (trajectories that leave
-            no room for a document), ``golds_left_out`` (of the turns used, beyond MOST_GOLDS each) and, with a budget,
-            ``budget_share`` (tokens over budget).
+            ``sequences_cut`` (documents shortened to ``max_tokens``), ``turns_without_room`` (trajectories or golds
+            that leave no room for a document), ``golds_left_out`` (of the turns used, beyond MOST_GOLDS each) and, with
+            a budget, ``budget_share`` (tokens over budget).
     """
 
     turn_keys: tuple[Hashable, ...]
     sequences: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     index: tuple[tuple[tuple[int, ...], ...], ...]
-    length_normalise: bool = False
+    length_normalize: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
     def gather(self, log_likelihoods: Sequence[float]) -> list[list[float]]:
@@ -109,7 +113,7 @@ class LikelihoodPlan:
         return out
 
     def _divisor(self, position: int) -> int:
-        return len(self.sequences[position][1]) if self.length_normalise else 1
+        return len(self.sequences[position][1]) if self.length_normalize else 1
 
     def _values(self, log_likelihoods: Sequence[float]) -> list[float]:
         if len(log_likelihoods) != len(self.sequences):
@@ -118,7 +122,7 @@ class LikelihoodPlan:
 
 
 def document_context(document: Document, after_query: bool = False) -> str:
-    """The text between context and answer: one information block with the document alone, then the opened answer.
+    """The text between context and answer: one information block with only the document, then the opened answer.
 
     Args:
         document: the document.
@@ -135,7 +139,7 @@ def plan_likelihoods(
     after_query: bool = False,
     max_tokens: int | None = None,
     token_budget: int | None = None,
-    length_normalise: bool = False,
+    length_normalize: bool = False,
     seed: int = 0,
 ) -> LikelihoodPlan:
     """Unique sequences ``context <information>d</information> <answer> y*`` for all candidates of all turns.
@@ -149,13 +153,15 @@ def plan_likelihoods(
         tokenize: the policy's tokenizer.
         after_query: the contexts are trajectories that end with the query. One that leaves no room for a document is
             left out; with a prompt that is an error.
-        max_tokens: longest sequence; a longer document loses its tail, the closing tags stay.
+        max_tokens: longest sequence; a longer document loses its tail, the closing tags stay. A turn with a gold so
+            long that no document fits before it is left out.
         token_budget: about the most tokens of all sequences together; None for no bound.
-        length_normalise: divide ℓ_d by the answer's tokens [ours].
+        length_normalize: divide ℓ_d by the answer's tokens [ours].
         seed: of the sample; pass the step so that batches differ.
 
     Raises:
-        ValueError: a gold answer without tokens, ``token_budget`` < 1, or no room for a document in ``max_tokens``.
+        ValueError: a gold answer without tokens, or ``token_budget`` < 1.
+        NoRoomError: a prompt alone leaves no room for a document in ``max_tokens``.
     """
     if token_budget is not None and token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; use at least 1 token or None for no bound")
@@ -163,7 +169,7 @@ def plan_likelihoods(
     eligible = [turn for turn in turns if not turn.failed and len(turn.candidates) >= 2]
     parts = _Parts(tokenize, after_query, max_tokens)
     without_room = 0
-    if after_query and max_tokens is not None:
+    if max_tokens is not None:
         fitting = [turn for turn in eligible if parts.has_room(turn)]
         without_room, eligible = len(eligible) - len(fitting), fitting
     needs = [parts.positions(turn) for turn in eligible]
@@ -198,14 +204,14 @@ def plan_likelihoods(
         turn_keys=tuple(eligible[turn].key for turn in used),
         sequences=tuple(parts.sequence(i) for i in renumbered),
         index=index,
-        length_normalise=length_normalise,
+        length_normalize=length_normalize,
         metrics=metrics,
     )
 
 
 class _Parts:
     """The sequences of a batch as numbered (context, block, answer): every text is tokenised once, and the long
-    sequences are written out for those alone that get scored."""
+    sequences are written out only for those that get scored."""
 
     def __init__(self, tokenize: Tokenizer, after_query: bool, max_tokens: int | None) -> None:
         self.tokenize, self.after_query, self.max_tokens = tokenize, after_query, max_tokens
@@ -223,8 +229,15 @@ class _Parts:
         self.cut: set[int] = set()
 
     def has_room(self, turn: RetrievalTurn) -> bool:
-        longest = max(len(self.texts[answer]) for answer in self._answers(turn))
-        return self.max_tokens - len(turn.context_ids) - longest > len(self._tail())
+        """Whether a document fits, if only its head. Raises NoRoomError for a prompt, whatever the golds."""
+        room = self.max_tokens - len(turn.context_ids) - len(self._tail())
+        if room < 2 and not self.after_query:  # of document and gold a token each
+            raise NoRoomError(
+                f"max_tokens={self.max_tokens} leaves no room for a document beside a prompt of "
+                f"{len(turn.context_ids)} tokens: with its closing tags that takes at least "
+                f"{self.max_tokens + 2 - room}"
+            )
+        return room > max(len(self.texts[answer]) for answer in self._answers(turn))
 
     def positions(self, turn: RetrievalTurn) -> list[tuple[int, ...]]:
         """The numbers of a turn's sequences, per candidate one for each gold."""
@@ -266,12 +279,8 @@ class _Parts:
         return self.blocks[document]
 
     def _shortened(self, document: Document, room: int) -> tuple[int, ...]:
-        """The head of a document and the closing tags in ``room`` tokens."""
+        """The head of a document and the closing tags in ``room`` tokens, of which the tags leave some."""
         tail = self._tail()
-        if room <= len(tail):
-            raise ValueError(
-                f"max_tokens leaves {room} tokens for document {document.id!r}; raise it above the prompt's"
-            )
         if document not in self.heads:
             text = document_context(document, self.after_query).removesuffix(_BLOCK_END)
             self.heads[document] = tuple(self.tokenize(text))

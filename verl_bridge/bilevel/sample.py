@@ -11,16 +11,12 @@ COUNTING_ORDERS = 8
 def sample_turns(needs: Sequence[Sequence[int]], tokens: Sequence[int], budget: int, seed: int) -> list[int]:
     """Turns whose sequences fit into ``budget`` tokens, each counted once however many turns share it.
 
-    Filling a budget turn by turn would favour short turns, since a long one is the likelier to be refused. So the
-    number of turns comes first, from other random orders: the least number that fits from the start of each of
-    COUNTING_ORDERS orders. A fresh order then says which turns [ours]. Given the number, every set of that size is
-    equally likely.
+    Filling the budget greedily would favour short turns. So the sample size is fixed first: the smallest number of
+    turns that fits in each of COUNTING_ORDERS random orders; a fresh order then picks the turns [ours]. Given the size,
+    every set of that size is equally likely.
 
-    One draw in nine at most exceeds the budget, besides that of a single turn which alone is larger. Where lengths are
-    alike it is by little; where a few turns are far longer than the rest and one of them is drawn, its whole length
-    comes on top, which may be many times the budget. What turns of one question share is mostly lost in a small
-    sample, which seldom holds several of them: of 256 turns on 16 questions with ten of 18 documents each, nine tenths
-    of the tokens that all need pay for a fifth of the turns.
+    At most one draw in nine exceeds the budget, except where a single turn alone is larger: slightly when lengths are
+    similar, by the whole length of those drawn when a few turns are much longer than the rest.
 
     Args:
         needs: per turn the sequences it needs, without repetition.

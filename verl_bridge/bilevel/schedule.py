@@ -1,4 +1,4 @@
-"""Who learns in which step: the schedules of BRIDGE [paper: names, ours: definitions], decided by numbers alone.
+"""Who learns in which step: the schedules of BRIDGE [paper: names, ours: definitions], decided only by numbers.
 
 ===========  ============================================  =====================
 schedule     who learns in a step                          what the retriever follows
@@ -10,7 +10,7 @@ rl_then_rag  policy alone for S steps, then the retriever  L_RAG
 joint        policy, then retriever                        L_RL
 ===========  ============================================  =====================
 
-A phase hangs on the global step alone, so a resumed run goes on in the right one.
+A phase depends only on the global step, so a resumed run goes on in the right one.
 While the policy is frozen verl makes no update of it: its learning rate stays where it was.
 """
 
@@ -49,7 +49,7 @@ def learners(schedule: str, step: int, *, first_phase: int) -> Learners:
 def retriever_objective(schedule: str, estimator: str) -> str | None:
     """What the retriever follows: ``penalised``, ``rag`` or ``rl``; None where it is frozen from start to end.
 
-    The estimator ``drop`` [ours] is schedule ``bridge`` with a retriever that follows the RAG loss alone.
+    The estimator ``drop`` [ours] is schedule ``bridge`` with a retriever that follows only the RAG loss.
     """
     if schedule == "bridge":
         return "rag" if estimator == "drop" else "penalised"
@@ -80,7 +80,7 @@ def update_is_due(step: int, *, local_step: int, batches_per_step: int, interval
     Args:
         step: verl's global step, from 1.
         local_step: the batch within it, from 0.
-        batches_per_step: policy batches of a global step; more than one in verl's separate_async mode alone.
+        batches_per_step: policy batches of a global step; more than one only in verl's separate_async mode.
         interval: policy batches between updates.
     """
     return ((step - 1) * batches_per_step + local_step + 1) % interval == 0
@@ -100,8 +100,15 @@ def check_course(bridge: BridgeConfig, *, updates: int, total_steps: int) -> Non
     """Whether the learning rate's course fits the updates of the run; a constant one fits any number, none as well.
 
     Raises:
-        ConfigError: names the keys and what would fit.
+        ConfigError: names the keys and what would fit. Also for a schedule of two phases without any update: nobody
+            would learn in the retriever's.
     """
+    if updates == 0 and bridge.schedule in PHASED:
+        raise ConfigError(
+            f"verl_bridge.bridge.interval={bridge.interval} leaves no retriever update, so nobody would learn in the "
+            f"retriever's phase of schedule={bridge.schedule} with schedule_steps={bridge.schedule_steps} and "
+            f"trainer.total_training_steps={total_steps}: lower the interval, or make that phase longer"
+        )
     if bridge.lr_schedule == "constant":
         return
     if updates == 0:

@@ -62,7 +62,7 @@ class LearnerState:
                 key, _, parameter = rest.partition("/")
                 state.moments.setdefault(kind, {}).setdefault(parameter, {})[key] = value
             else:
-                raise ValueError(f"it holds a tensor {name!r}, which is nothing of an updater's")
+                raise ValueError(f"it holds a tensor {name!r}, which is not part of an updater's state")
         return state
 
     def check(self, parameters: Mapping[str, torch.Tensor], *, lower: bool, counters: Mapping[str, int]) -> None:
@@ -76,7 +76,7 @@ class LearnerState:
         shapes = {name: value.shape for name, value in parameters.items()}
         served = {name for name in self.adapters if name.startswith("served/")}
         if any(not name.removeprefix("served/").isdecimal() for name in served):
-            raise ValueError(f"it keeps adapter versions {sorted(served)}, which are no numbers")
+            raise ValueError(f"it keeps adapter versions {sorted(served)}, which are not numbers")
         needed = {"adapter", "initial", *(["lower"] if lower else [])}
         if self.adapters.keys() - served != needed:
             raise ValueError(
@@ -86,8 +86,8 @@ class LearnerState:
         for name, state in self.adapters.items():
             if {key: value.shape for key, value in state.items()} != shapes:
                 raise ValueError(
-                    f"its adapter state {name!r} has other parameters or shapes; use the encoder, lora_rank and target "
-                    "modules it was saved with"
+                    f"its adapter state {name!r} has other parameters or shapes; use the encoder and lora_rank it "
+                    "was saved with"
                 )
             _check_numbers(name, state)
         for name, moments in self.moments.items():
@@ -173,8 +173,7 @@ class LearnerState:
             adapter = load_file(directory / "adapter" / "adapter_model.safetensors")
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"a safetensors file is damaged ({error})") from error
-        # PEFT leaves the adapter's name out of its files
-        names = {name.replace(".default.", "."): name for name in encoder.lora_parameters()}
+        names = {file: name for name, file in encoder.file_names().items()}
         tensors |= {f"adapter/{names.get(key, key)}": value for key, value in adapter.items()}
         return cls.of(tensors, _read_numbers((directory / "updater.json").read_bytes()))
 
@@ -200,13 +199,13 @@ def _read_numbers(text: bytes) -> dict[str, float]:
     try:
         numbers = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"its numbers are no JSON ({error})") from error
+        raise ValueError(f"its numbers are not JSON ({error})") from error
     if not isinstance(numbers, dict):
-        raise ValueError("its numbers are no JSON object")
+        raise ValueError("its numbers are not a JSON object")
     return numbers
 
 
 def _check_numbers(name: str, tensors: Tensors) -> None:
     for key, value in tensors.items():
         if not value.is_floating_point() or not value.isfinite().all():
-            raise ValueError(f"{name!r} of {key} holds values that are no finite numbers")
+            raise ValueError(f"{key} in {name!r} does not hold finite floating-point numbers")

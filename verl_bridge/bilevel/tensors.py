@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from verl_bridge.bilevel.batch import RetrieverBatch
-from verl_bridge.retrieval.encoder import length_groups
 from verl_bridge.retrieval.index import DocumentIndex
+from verl_bridge.retrieval.lengths import length_groups
 
 CHARACTERS_AT_ONCE = 4096  # of one group of queries, padding included: some 1,000 tokens
 
@@ -59,10 +60,9 @@ class BatchTensors:
         """Raises KeyError for a document that the index does not have."""
         queries = {query: i for i, query in enumerate(dict.fromkeys(batch.queries))}
         ids = {d: i for i, d in enumerate(dict.fromkeys(d for row in batch.candidate_ids for d in row))}
-        width = max(map(len, batch.candidate_ids))
 
-        def padded(rows: Sequence[Sequence], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype, device=device)
+        def padded(rows: Iterable[Sequence], dtype: torch.dtype) -> torch.Tensor:
+            return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
 
         return cls(
             queries=list(queries),

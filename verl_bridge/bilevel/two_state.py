@@ -1,4 +1,4 @@
-"""The estimator ``two_state``: a second retriever state that follows the RAG loss alone [paper].
+"""The estimator ``two_state``: a second retriever state that follows only the RAG loss [paper].
 
 "Estimators" in algorithms/README.md says what it is for. With η_γ = argmin F + γG and η* = argmin G, the policy's
 gradient gains γ·[∇_θG(θ, η_γ) - ∇_θG(θ, η*)]. A turn's part of G has the derivative -post_d(η)/τ_l in ℓ_d, so all that
@@ -43,13 +43,13 @@ class TwoStateUpdater(RetrieverUpdater):
         self.lower_state = encoder.adapter_state()
 
     def _second_state(
-        self, data: BatchTensors, passes: Sequence[torch.Tensor], updates: int
+        self, data: BatchTensors, minibatches: Sequence[torch.Tensor], updates: int
     ) -> tuple[dict[str, float], torch.Tensor | None, int]:
         shift = self._posterior(data)
         state, version = self.encoder.adapter_state(), self.encoder.adapter_version
         self.encoder.set_adapter_state(self.lower_state, version)
         # L_RAG knows no p_old
-        trained = self.lower.train(data, passes, updates=updates)
+        trained = self.lower.train(data, minibatches, updates=updates)
         shift = shift - self._posterior(data)
         self.lower_state = self.encoder.adapter_state()
         self.encoder.set_adapter_state(state, version)

@@ -1,7 +1,7 @@
 """BRIDGE's retriever update: one step of the lower level on a batch of retrieval turns. Knows no host.
 
-The loss is (L_RL + γ·L_RAG)/(1+γ) over the candidates of each turn ("BRIDGE" in algorithms/README.md); only the LoRA
-adapter of the query encoder moves, document vectors and index stay as they are.
+By default the loss is (L_RL + γ·L_RAG)/(1+γ) over the candidates of each turn ("BRIDGE" in algorithms/README.md). Only
+the LoRA adapter of the query encoder moves; document vectors and index stay as they are.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RetrieverUpdater:
     Args:
         encoder: the query encoder that serves; updated in place.
         index: document vectors.
-        objective: ``penalised``, (L_RL + γ·L_RAG)/(1 + γ) [paper]; ``rag``, L_RAG alone; ``rl``, L_RL alone.
+        objective: ``penalised``, (L_RL + γ·L_RAG)/(1 + γ) [paper]; ``rag``, only L_RAG; ``rl``, only L_RL.
         minibatch_size: turns per optimiser step, None for all.
         epochs: passes over a batch.
         max_staleness: how many versions back a turn may have been served (0: synchronous training).
@@ -135,22 +135,22 @@ class RetrieverUpdater:
         self, batch: RetrieverBatch, data: BatchTensors, before: dict[str, torch.Tensor]
     ) -> tuple[dict[str, float], list[list[float]] | None]:
         """Metrics and evidence shift of an update; ``before`` is the adapter as it is."""
-        passes = self._passes(len(data))
+        minibatches = self._minibatches(len(data))
         # A single step on turns of the present adapter sees p_old itself; otherwise it takes a pass of its own.
-        known = len(passes) == 1 and set(batch.adapter_version) == {self.encoder.adapter_version}
-        old = None if known else self._served_log_probs(data, batch.adapter_version, passes)
+        known = len(minibatches) == 1 and set(batch.adapter_version) == {self.encoder.adapter_version}
+        old = None if known else self._served_log_probs(data, batch.adapter_version, minibatches)
         bad = torch.zeros(len(data), dtype=torch.bool, device=data.mask.device)
         if old is not None:
             bad = old.isnan().any(dim=-1)
-            passes = [rows[~bad[rows]] for rows in passes if not bad[rows].all()]
+            minibatches = [rows[~bad[rows]] for rows in minibatches if not bad[rows].all()]
         version, updates = self.encoder.adapter_version, self.counters["updates"]
-        trained = self.learner.train(data, passes, updates=updates, old_log_probs=old)
+        trained = self.learner.train(data, minibatches, updates=updates, old_log_probs=old)
         if trained.steps:
+            self.served = {v: s for v, s in self.served.items() if v > version - self.max_staleness}
             if self.max_staleness:
                 self.served[version] = before
-                self.served = {v: s for v, s in self.served.items() if v > version - self.max_staleness}
             self.encoder.adapter_version = version + 1
-        second, shift, dropped = self._second_state(data, passes, updates)
+        second, shift, dropped = self._second_state(data, minibatches, updates)
         if shift is not None:
             bad = bad | shift.isnan().any(dim=-1)
             shift = shift.masked_fill(bad.unsqueeze(1), 0.0)
@@ -179,7 +179,7 @@ class RetrieverUpdater:
         return metrics, [row[:size] for row, size in zip(shift.tolist(), sizes, strict=True)]
 
     def _second_state(
-        self, data: BatchTensors, passes: Sequence[torch.Tensor], updates: int
+        self, data: BatchTensors, minibatches: Sequence[torch.Tensor], updates: int
     ) -> tuple[dict[str, float], torch.Tensor | None, int]:
         """Metrics, evidence shift ``(turns, candidates)`` and steps dropped of a second state; there is none here.
 
@@ -202,7 +202,7 @@ class RetrieverUpdater:
                     f"{batch.advantages[turn]}; leave the turn out"
                 )
 
-    def _passes(self, turns: int) -> list[torch.Tensor]:
+    def _minibatches(self, turns: int) -> list[torch.Tensor]:
         """The turns of every optimiser step: minibatches of nearly equal size in a fresh order each epoch.
 
         A remainder of one turn would move the adapter as far as a full minibatch, by AdamW's nature.
@@ -213,7 +213,7 @@ class RetrieverUpdater:
         return [rows.sort().values.to(device) for order in orders for rows in order.tensor_split(parts)]
 
     def _served_log_probs(
-        self, data: BatchTensors, versions: Sequence[int], passes: Sequence[torch.Tensor]
+        self, data: BatchTensors, versions: Sequence[int], minibatches: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """log p_old(d|q) under the adapter that served each turn, ``(turns, candidates)``; padding holds -inf.
 
@@ -222,7 +222,7 @@ class RetrieverUpdater:
         current, current_version = self.encoder.adapter_state(), self.encoder.adapter_version
         out = torch.full(data.mask.shape, -torch.inf, device=data.mask.device)
         wanted = torch.tensor(list(versions), device=data.mask.device)
-        first_epoch = passes[: len(passes) // self.epochs]
+        first_epoch = minibatches[: len(minibatches) // self.epochs]
         try:
             for version in sorted(set(versions)):
                 self.encoder.set_adapter_state(current if version == current_version else self.served[version], version)

@@ -11,8 +11,8 @@ to one document over all queries [ours]."""
 
 FEWEST_QUERIES = 4
 """Collapsed also when all queries of an update, at least so many, have one and the same top-1 document, and those of
-the first update had several: one document over few queries is no share below TOP1_FALL [ours]. An update on wordings of
-a single question can look like it."""
+the first update had several: with few queries one document does not bring the share below TOP1_FALL [ours]. An update
+on wordings of a single question can look like it."""
 
 LOW_ENTROPY = 0.02
 """Collapsed when the mean retrieval entropy is below this part of its largest value, log(candidates) … [ours]"""

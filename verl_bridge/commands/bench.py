@@ -22,10 +22,10 @@ def add(commands: Any) -> None:
         "bridge",
         _bridge,
         "one update beside a two-state rival; with --traces the tokens that saved rollouts take; with --corpus and "
-        "--questions the retriever alone on real passages",
+        "--questions only the retriever, on real passages",
     )
     bridge.add_argument("--context", choices=("question", "prefix"), default="question", help="likelihood_context")
-    bridge.add_argument("--rollouts", type=positive, default=128, help="of one update, eight a question")
+    bridge.add_argument("--rollouts", type=positive, default=128, help="of one update, eight per question")
     bridge.add_argument("--policy", help="folder of policy and tokenizer (default: the demo's)")
     bridge.add_argument("--micro-batch-tokens", type=positive, default=4096, help="tokens of one pass of the policy")
     bridge.add_argument("--repeats", type=positive, default=5, help="updates of each arm, after one that warms up")
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     bridge.add_argument("--corpus", type=Path, help="what the traces searched (default: the demo's), or real passages")
     bridge.add_argument("--questions", type=Path, help="questions on --corpus; a third is held out")
     bridge.add_argument("--seeds", type=positive, default=3, help="runs on the questions")
-    bridge.add_argument("--encoder", help="for the questions (default: all-MiniLM-L6-v2, which the tests install)")
+    bridge.add_argument("--encoder", help="for the questions (default: the index's, or all-MiniLM-L6-v2)")
     bridge.add_argument("--index", type=Path, help="of --corpus (default: built once, kept in --work)")
     bridge.add_argument("--work", type=Path, help="folder for the index (default: the cache)")
     estimators = add_command(
@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
     retrieval = add_command(bench, "retrieval", _retrieval, "the retrieval server under load, and its parts alone")
     retrieval.add_argument("--corpus", type=Path, help="your corpus (default: synthetic passages on real cities)")
     retrieval.add_argument("--index", type=Path, help="its index (default: built once, kept in --work)")
-    retrieval.add_argument("--encoder", help="default: all-MiniLM-L6-v2, which the tests install")
+    retrieval.add_argument("--encoder", help="default: the index's, or all-MiniLM-L6-v2, which the tests install")
     retrieval.add_argument("--documents", type=positive, default=60_000, help="size of the synthetic corpus")
     retrieval.add_argument("--clients", type=positive, default=64)
     retrieval.add_argument("--requests", type=positive, default=8_192)
@@ -69,9 +69,6 @@ def add(commands: Any) -> None:
 def _bridge(options: argparse.Namespace) -> int:
     from verl_bridge.files import cache_dir
 
-    def say(line: str) -> None:
-        print(f"… {line}", file=sys.stderr, flush=True)
-
     if options.questions:
         from verl_bridge.evaluation.bench_passages import measure_passages
 
@@ -80,12 +77,12 @@ def _bridge(options: argparse.Namespace) -> int:
         report = measure_passages(
             corpus=options.corpus,
             questions=options.questions,
-            encoder=_encoder(options.encoder),
+            encoder=_encoder(options),
             index=options.index,
             work=options.work or cache_dir() / "bench",
             seeds=options.seeds,
             threads=options.threads,
-            say=say,
+            say=_say,
         )
         return _print(report, options.json)
     from verl_bridge.embedded.assets import embedded_assets
@@ -95,15 +92,15 @@ def _bridge(options: argparse.Namespace) -> int:
     if options.traces:
         from verl_bridge.evaluation.bench_tokens import measure_tokens
 
-        report = measure_tokens(options.traces, options.corpus or embedded_assets(say).corpus, policy)
+        report = measure_tokens(options.traces, options.corpus or embedded_assets(_say).corpus, policy)
         return _print(report, options.json)
     if options.corpus:
         raise ValueError("--corpus without --questions or --traces: give one, or neither for the cost of an update")
     from verl_bridge.evaluation.bench_bridge import measure_bridge
 
-    assets = embedded_assets(say)
+    assets = embedded_assets(_say)
     sizes = {key: getattr(options, key) for key in ("context", "rollouts", "micro_batch_tokens", "repeats", "threads")}
-    report = measure_bridge(corpus=assets.corpus, index=assets.index, policy=policy, say=say, **sizes)
+    report = measure_bridge(corpus=assets.corpus, index=assets.index, policy=policy, say=_say, **sizes)
     return _print(report, options.json)
 
 
@@ -139,7 +136,7 @@ def _retrieval(options: argparse.Namespace) -> int:
     report = measure(
         corpus=options.corpus,
         index=options.index,
-        encoder=_encoder(options.encoder),
+        encoder=_encoder(options),
         documents=options.documents,
         clients=options.clients,
         requests=options.requests,
@@ -148,15 +145,19 @@ def _retrieval(options: argparse.Namespace) -> int:
         threads=options.threads,
         peer=options.peer,
         soak=options.soak,
-        say=lambda line: print(f"… {line}", file=sys.stderr, flush=True),
+        say=_say,
     )
     return _print(report, options.json)
 
 
-def _encoder(given: str | None) -> str:
-    """The encoder named, or the folder of all-MiniLM-L6-v2."""
-    if given is not None:
-        return given
+def _say(line: str) -> None:
+    print(f"… {line}", file=sys.stderr, flush=True)
+
+
+def _encoder(options: argparse.Namespace) -> str | None:
+    """The encoder named, None for that of an index that is there, else the folder of all-MiniLM-L6-v2."""
+    if options.encoder is not None or (options.index is not None and options.index.exists()):
+        return options.encoder
     from verl_bridge.embedded.world import encoder_dir
 
     return str(encoder_dir())

@@ -15,7 +15,10 @@ def add(commands: Any) -> None:
     """Adds ``data check`` to the parser."""
     data = commands.add_parser("data", help="check question files").add_subparsers(required=True, metavar="check")
     check = add_command(data, "check", _check, "read every row and say what is wrong with it, and how to mend it")
-    check.epilog = "Exit code: 0 no error (notes may remain), 1 errors, 2 a file cannot be read."
+    check.epilog = (
+        "Rows count from 1, as everywhere; in JSONL they are the lines. "
+        "Exit code: 0 no error (notes may remain), 1 errors, 2 a file cannot be read."
+    )
     check.add_argument(
         "files",
         nargs="+",
@@ -24,6 +27,11 @@ def add(commands: Any) -> None:
         help="JSONL, JSONL.gz or parquet: training data, then files that may share no question with those before",
     )
     check.add_argument("--all", action="store_true", help="list every faulty row, not the first five of a kind")
+    check.add_argument(
+        "--function-calls",
+        action="store_true",
+        help="the model searches by function calls (verl_bridge_tool_agent): ask for no tags in prompts",
+    )
     check.add_argument("--tokenizer", metavar="MODEL", help="also measure prompts with this model's chat template")
     check.add_argument(
         "--max-prompt-length", type=positive, metavar="TOKENS", help="longest prompt (data.max_prompt_length)"
@@ -38,6 +46,7 @@ def _check(options: argparse.Namespace) -> int:
     reports = check_files(
         options.files,
         keep=None if options.all else 5,
+        function_calls=options.function_calls,
         prompt_tokens=None if options.tokenizer is None else _counter(options.tokenizer),
         limit=options.max_prompt_length or 0,
     )

@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from verl_bridge.commands.options import add_command
+
 
 def add(commands: Any) -> None:
     """Adds ``eval`` to the parser."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "eval",
-        help="accuracy and grounding of saved rollouts",
+        _eval,
+        "accuracy and grounding of saved rollouts",
         description=(
             "Read saved rollouts and print em, tool_hit, supcor, grounded_share, hitacc and hit_but_wrong (shares from "
             "0 to 1), the number of rollouts of each type, and searches per rollout. Where a row holds em as others "
@@ -36,8 +40,6 @@ def add(commands: Any) -> None:
         metavar="OUT.yaml",
         help="also measure GCA's routing table with one search segment per type (an ablation) and write it",
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    command.set_defaults(run=_eval)
 
 
 def _eval(options: argparse.Namespace) -> int:

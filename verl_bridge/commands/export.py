@@ -41,11 +41,8 @@ def add(commands: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from transformers.utils import logging
-
     if options.out.exists():
         raise ValueError(f"--out={options.out} exists; give a folder that does not")
-    logging.disable_progress_bar()
     adapter = _adapter_folder(options.adapter)
     result = export_encoder(adapter, options.out, index=options.index, **_settings(options))
     line = "{out}: {encoder} with {adapter} merged; vectors agree within {difference:.1e}"

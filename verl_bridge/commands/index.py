@@ -18,6 +18,9 @@ from verl_bridge.commands.options import (
     positive,
     retriever_settings,
 )
+from verl_bridge.config.schema import RetrieverConfig
+
+TOKEN = RetrieverConfig.token_env
 
 
 def add(commands: Any) -> None:
@@ -43,30 +46,21 @@ def add(commands: Any) -> None:
 
     query = add_command(commands, "query", _query, "search an index, or a running server")
     query.add_argument("text", nargs="+", help="one or more queries")
-    query.add_argument("--url", help="ask this server instead; $VERL_BRIDGE_TOKEN is its bearer token, if it wants one")
+    query.add_argument("--url", help=f"ask this server instead; ${TOKEN} is its bearer token, if it wants one")
     add_retriever_arguments(query, required=False)
     query.add_argument("--adapter", help="adapter folder of a run")
     query.add_argument("--top-k", type=positive, default=3)
 
 
-def _load_encoders(name: str, **settings: Any) -> Any:
-    """The encoders, loaded without progress bars: an error has to be the first thing to be seen."""
-    from transformers.utils import logging
-
-    from verl_bridge.retrieval.encoder import load_encoders
-
-    logging.disable_progress_bar()
-    return load_encoders(name, **settings)
-
-
 def _build(options: argparse.Namespace) -> int:
     from verl_bridge.retrieval.build import build_index
     from verl_bridge.retrieval.corpus import Corpus
+    from verl_bridge.retrieval.encoder import load_encoders
 
     if Path(options.index).exists() and not options.overwrite:
         raise ValueError(f"{options.index} exists: give --overwrite to replace an index, or another --out")
     corpus = Corpus.open(options.corpus)
-    queries, documents = _load_encoders(options.encoder, **encoder_settings(options))
+    queries, documents = load_encoders(options.encoder, **encoder_settings(options))
     show, close = _progress_bar()
     try:
         manifest = build_index(
@@ -104,6 +98,7 @@ def _progress_bar() -> tuple[Callable[[int, int], None], Callable[[], None]]:
 
 def _check(options: argparse.Namespace) -> int:
     from verl_bridge.retrieval.corpus import Corpus
+    from verl_bridge.retrieval.encoder import load_encoders
     from verl_bridge.retrieval.index import compare_vectors, open_index
     from verl_bridge.retrieval.manifest import encoder_settings as settings_for
 
@@ -112,7 +107,7 @@ def _check(options: argparse.Namespace) -> int:
     worst = None
     if options.encoder:
         settings = settings_for(options.index, encoder_settings(options))
-        _, documents = _load_encoders(options.encoder, **settings)
+        _, documents = load_encoders(options.encoder, **settings)
         stored = open_index(options.index, corpus, documents, verify=False)
         worst = compare_vectors(stored, corpus, documents)
     return _report(options, stored.manifest, "in step", None if worst is None else worst[0])
@@ -132,7 +127,7 @@ def _report(options: argparse.Namespace, manifest: dict[str, Any], state: str, c
 
 def _query(options: argparse.Namespace) -> int:
     if bool(options.url) == bool(options.corpus or options.index):
-        raise ValueError("give --corpus and --index to search here, or --url alone to ask a server")
+        raise ValueError("give --corpus and --index to search here, or only --url to ask a server")
     if options.url and options.adapter:
         raise ValueError(f"--adapter={options.adapter} with --url: `verl-bridge publish` sends an adapter to a server")
     answers = _ask(options) if options.url else _search(options)
@@ -147,13 +142,10 @@ def _query(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> list[dict[str, Any]]:
-    from transformers.utils import logging
-
     from verl_bridge.retrieval.retriever import open_retriever
 
     if not (options.corpus and options.index):
         raise ValueError(f"--corpus={options.corpus} and --index={options.index}: give both")
-    logging.disable_progress_bar()
     retriever = open_retriever(**retriever_settings(options), top_k=options.top_k)
     if options.adapter:
         retriever.load_adapter(options.adapter, version=1)
@@ -163,5 +155,5 @@ def _search(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _ask(options: argparse.Namespace) -> list[dict[str, Any]]:
     from verl_bridge.retrieval.client import RetrievalClient
 
-    client = RetrievalClient(options.url, token=os.environ.get("VERL_BRIDGE_TOKEN") or None)
+    client = RetrievalClient(options.url, token=os.environ.get(TOKEN) or None)
     return client.search_sync(options.text, options.top_k)

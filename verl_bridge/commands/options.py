@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from verl_bridge.config.schema import DTYPES
 from verl_bridge.retrieval.families import FAMILIES
-from verl_bridge.retrieval.precision import COMPUTE_DTYPES
 
 _ENCODER = ("family", "revision", "query_prefix", "passage_prefix", "pooling", "normalize", "max_length")
 
@@ -18,9 +18,19 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
-    """A command with ``--json`` that ``run(options)`` carries out and ``text`` explains."""
-    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+def add_command(
+    commands: Any, name: str, run: Any, text: str, *, description: str | None = None
+) -> argparse.ArgumentParser:
+    """A command with ``--json`` that ``run(options)`` carries out.
+
+    Args:
+        commands: where it is added.
+        name: what it is called.
+        run: options to the exit code.
+        text: what it does, in a few words.
+        description: the same at length, for its own ``--help``; by default the text.
+    """
+    command = commands.add_parser(name, help=text, description=description or text[0].upper() + text[1:] + ".")
     command.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     command.set_defaults(run=run)
     return command
@@ -45,7 +55,7 @@ def add_encoder_arguments(parser: argparse.ArgumentParser, *, required: bool) ->
     )
     parser.add_argument("--max-length", type=positive, help="longest text in tokens, the rest is cut off")
     parser.add_argument(
-        "--compute-dtype", choices=COMPUTE_DTYPES, default="float32", help="number format the encoder computes in"
+        "--compute-dtype", choices=DTYPES, default="float32", help="number format the encoder computes in"
     )
     parser.add_argument("--device", default="cpu", help="torch device, such as cpu or cuda")
 
@@ -62,7 +72,7 @@ def add_retriever_arguments(parser: argparse.ArgumentParser, *, required: bool =
     add_encoder_arguments(parser, required=False)
     parser.add_argument("--lora-rank", type=positive, default=16, help="rank of the query adapter")
     parser.add_argument(
-        "--search-dtype", choices=COMPUTE_DTYPES, default="auto", help="number format of an exact search's first pass"
+        "--search-dtype", choices=DTYPES, default="auto", help="number format of an exact search's first pass"
     )
     parser.add_argument("--search-parameters", help="such as nprobe=32 (default: the ones kept with the index)")
 

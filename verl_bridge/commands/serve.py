@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_bridge.commands.options import add_command, add_retriever_arguments, positive, retriever_settings
+from verl_bridge.config.schema import RetrieverConfig
 
-TOKEN = "VERL_BRIDGE_TOKEN"
+TOKEN = RetrieverConfig.token_env
 
 
 def add(commands: Any) -> None:
@@ -22,7 +23,7 @@ def add(commands: Any) -> None:
     serve = commands.add_parser("serve", help=text, description=text[0].upper() + text[1:] + ".")
     add_retriever_arguments(serve)
     serve.set_defaults(run=_serve, compute_dtype="auto")
-    serve.add_argument("--host", default="127.0.0.1", help="address to serve at (default: this machine alone)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to serve at (default: only this machine)")
     serve.add_argument("--port", type=_port, default=8000, help="0 takes a free one and says which")
     serve.add_argument(
         "--token-env",
@@ -41,7 +42,7 @@ def add(commands: Any) -> None:
     serve.add_argument("--grace", type=positive, default=30, help="seconds for begun requests after SIGTERM")
 
     publish = add_command(commands, "publish", _publish, "give running servers an adapter, while they serve")
-    publish.add_argument("--url", required=True, help="the server, or several by commas")
+    publish.add_argument("--url", required=True, help="the server, or several, comma-separated")
     publish.add_argument("--adapter", required=True, help="adapter folder of a run")
     publish.add_argument("--version", type=_count, required=True, help="the version it serves as")
     publish.add_argument("--replace", action="store_true", help="also if the server knows another under this version")
@@ -123,7 +124,7 @@ def _token(name: str | None) -> str | None:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give 0 to 65535")
     return int(text)
 
 

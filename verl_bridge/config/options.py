@@ -25,10 +25,18 @@ def option(
     high: float | None = None,
     open_low: bool = False,
     open_high: bool = False,
-    fixed: str | None = None,
     empty: bool = False,
 ) -> Any:
-    """A documented field. ``fixed``: why no other value works; ``empty``: '' is a value."""
+    """A documented field; its rules are what :func:`check_value` reads.
+
+    Args:
+        default: what it is when nothing is set.
+        doc: for whoever sets it.
+        choices: the allowed words; any where empty.
+        low, high: the least and the largest number.
+        open_low, open_high: ``low`` or ``high`` itself is not allowed.
+        empty: '' is a value.
+    """
     metadata = {
         "doc": doc,
         "choices": choices,
@@ -36,13 +44,13 @@ def option(
         "high": high,
         "open_low": open_low,
         "open_high": open_high,
-        "fixed": fixed,
         "empty": empty,
     }
     return field(default=default, metadata=metadata)
 
 
 def mapping(key: str, value: Any) -> Mapping[str, Any]:
+    """The group of settings at ``key``, empty for None. Raises ConfigError for anything that is not a group."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -57,6 +65,7 @@ def _closest(word: Any, words: Iterable[str]) -> str:
 
 
 def check_keys(key: str, values: Mapping[str, Any], allowed: Iterable[str]) -> None:
+    """Raises ConfigError for a name in the group ``key`` that is not allowed, with the closest one that is."""
     allowed = list(allowed)
     for name, value in values.items():
         if name not in allowed:
@@ -66,12 +75,20 @@ def check_keys(key: str, values: Mapping[str, Any], allowed: Iterable[str]) -> N
 
 
 def check_section(key: str, section: Any) -> None:
+    """:func:`check_value` on every field of a section but the routing table, which has its own check."""
     for entry in fields(section):
         if entry.name != "routing":
             check_value(f"{key}.{entry.name}", getattr(section, entry.name), entry)
 
 
 def check_value(key: str, value: Any, entry: Any) -> None:
+    """Raises ConfigError for a value of another type than the field's, or one that its rules do not allow.
+
+    Args:
+        key: the full name, for the message.
+        value: what is set.
+        entry: the dataclass field made by :func:`option`.
+    """
     rules = entry.metadata
     name, _, optional = entry.type.partition(" | ")
     if value is None and optional:
@@ -84,8 +101,6 @@ def check_value(key: str, value: Any, entry: Any) -> None:
         raise ConfigError(
             f"{key}={value!r}: allowed are {', '.join(rules['choices'])}{_closest(value, rules['choices'])}"
         )
-    if rules["fixed"] and value != entry.default:
-        raise ConfigError(f"{key}={value!r}: {rules['fixed']}; leave it at {entry.default!r}")
     low, high = rules["low"], rules["high"]
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{key}={value!r} is not finite")

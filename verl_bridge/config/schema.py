@@ -19,9 +19,10 @@ ARMS = ("baseline", "gca", "bridge", "bridge_gca")
 #: The name that asks for GCA where verl names its estimators: algorithm.adv_estimator.
 GCA_ESTIMATOR = "gca"
 
-#: Names in verl_bridge.retrieval.families and formats in verl_bridge.retrieval.precision (tests hold them equal).
+#: Names in verl_bridge.retrieval.families (a test holds them equal).
 FAMILIES = ("e5", "bge", "gte", "minilm", "contriever")
 DTYPES = ("float32", "bfloat16", "float16", "auto")
+LR_SCHEDULES = ("constant", "linear", "cosine")
 
 ROLLOUT_TYPES = ("A", "B1", "B2", "C", "D")
 SEGMENTS = ("VSEARCH", "RSEARCH", "ANS")
@@ -70,7 +71,7 @@ class GCAConfig:
     entropy_m: int = option(32, "M: tokens in the entropy [paper].", low=2)
     merged_search: bool = option(
         False,
-        "Ablation: one search segment a type. The routing's VSEARCH and RSEARCH are then one number, which may be "
+        "Ablation: one search segment per type. The routing's VSEARCH and RSEARCH are then one number, which may be "
         "negative; `verl-bridge eval --merged-table` measures the table [paper].",
     )
     alias_matching: str = option(
@@ -130,7 +131,7 @@ class BridgeConfig:
         "Which gold answer ℓ_d is of: first, or best, for every document the likeliest of its aliases [ours].",
         choices=("first", "best"),
     )
-    length_normalise: bool = option(False, "Divide ℓ_d by the answer's tokens [ours].")
+    length_normalize: bool = option(False, "Divide ℓ_d by the answer's tokens [ours].")
     token_budget: int | None = option(
         None,
         "About the most tokens that one update has scored; a uniform sample of the turns stands for the rest. null: "
@@ -146,7 +147,7 @@ class BridgeConfig:
     lr_schedule: str = option(
         "constant",
         "Course of the learning rate over the run's updates: constant, linear or cosine down to 0 [ours].",
-        choices=("constant", "linear", "cosine"),
+        choices=LR_SCHEDULES,
     )
     lr_warmup: int = option(0, "Updates over which the learning rate rises: update i of w takes i/w [ours].", low=0)
     weight_decay: float = option(0.0, "AdamW weight decay of the adapter [ours].", low=0)
@@ -167,19 +168,22 @@ class BridgeConfig:
     )
     schedule: str = option(
         "bridge",
-        "Order of the two learners: bridge (retriever, then policy, every step), frozen (the policy alone), "
-        "rag_then_rl (the retriever alone from the RAG loss for `schedule_steps`, then the policy alone), rl_then_rag "
-        "(the reverse), joint (policy, then retriever from RL credit alone, every step) [paper: names, ours: "
+        "Order of the two learners: bridge (retriever, then policy, every step), frozen (only the policy), "
+        "rag_then_rl (only the retriever, from the RAG loss, for `schedule_steps`, then only the policy), rl_then_rag "
+        "(the reverse), joint (policy, then retriever only from RL credit, every step) [paper: names, ours: "
         "definitions].",
         choices=("bridge", "frozen", "rag_then_rl", "rl_then_rag", "joint"),
     )
     schedule_steps: int | None = option(
-        None, "Steps of the first phase of rag_then_rl and rl_then_rag. null: half of the run's [ours].", low=1
+        None,
+        "Steps of the first phase of rag_then_rl and rl_then_rag. null: half of the run's, anew at every start; set it "
+        "where a run may be resumed with more steps [ours].",
+        low=1,
     )
     estimator: str = option(
         "bridge",
         "Policy gradient of the penalised problem: bridge; two_state, with both correction terms, at about twice the "
-        "cost [paper]; drop, whose retriever follows the RAG loss alone [ours].",
+        "cost [paper]; drop, whose retriever follows only the RAG loss [ours].",
         choices=("bridge", "two_state", "drop"),
     )
     worker: str = option(
@@ -243,7 +247,7 @@ class RetrieverConfig:
     lora_rank: int = option(16, "Rank of the query adapter [paper].", low=1)
     url: str | None = option(
         None,
-        "Address of a `verl-bridge serve` that answers the searches, several with commas between them. With BRIDGE the "
+        "Address of a `verl-bridge serve` that answers the searches, comma-separated for several. With BRIDGE the "
         "run publishes its adapter there, so no other run may use it. null: the job serves itself.",
     )
     token_env: str = option(
@@ -338,12 +342,7 @@ class VerlBridgeConfig:
         return asdict(self)
 
 
-SECTIONS: dict[str, type] = {
-    "gca": GCAConfig,
-    "bridge": BridgeConfig,
-    "retriever": RetrieverConfig,
-    "agent": AgentConfig,
-}
+SECTIONS = {"gca": GCAConfig, "bridge": BridgeConfig, "retriever": RetrieverConfig, "agent": AgentConfig}
 
 TOP_LEVEL = ("trace_interval", "run_dir")
 
@@ -372,8 +371,8 @@ def _check_retriever(retriever: RetrieverConfig) -> None:
         if retriever.url is not None and getattr(retriever, name) > 1:
             raise ConfigError(
                 f"verl_bridge.retriever.url={retriever.url!r} and verl_bridge.retriever.{name}="
-                f"{getattr(retriever, name)} exclude each other: servers behind a url are started by you, name several "
-                f"with commas between them; set {name}=1, or url=null to have Ray Serve start them"
+                f"{getattr(retriever, name)} exclude each other: servers behind a url are started by you, "
+                f"comma-separated for several; set {name}=1, or url=null to have Ray Serve start them"
             )
 
 

@@ -35,7 +35,7 @@ class Supported:
         return self.works.replace("==", "").replace(".*", ".x").replace(",", ", ") or "as tested"
 
     def allows(self, version: str) -> bool:
-        """Whether ``version`` is within ``works``; a local label (``+cpu``) is no part of it."""
+        """Whether ``version`` is within ``works``; a local label (``+cpu``) does not count."""
         try:
             from packaging.specifiers import SpecifierSet
         except ImportError:  # then verl's other requirements are missing too, which the doctor says

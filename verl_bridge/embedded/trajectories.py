@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from verl_bridge.embedded.articles import EVIDENCE, Article
 from verl_bridge.embedded.facts import CONTINENTS
-from verl_bridge.embedded.world import QUERY_STYLES, QUESTION_KINDS, Question, World, query
+from verl_bridge.embedded.world import QUERY_STYLES, QUESTION_KINDS, World, WorldQuestion, query
 from verl_bridge.qa.actions import format_observation
 from verl_bridge.retrieval.corpus import Document
 
@@ -122,12 +122,14 @@ class TrajectoryWriter:
             if article.kind == "capital":
                 self.facts.setdefault(("country", article.fields["CAP"]), []).append(i)
 
-    def write(self, question: Question, rng: random.Random, mode: str, replace: bool) -> list[Segment]:
+    def write(self, question: WorldQuestion, rng: random.Random, mode: str, replace: bool) -> list[Segment]:
         """One trajectory.
 
         Args:
-            mode: ``first`` (the first turn alone), ``reader`` (a document given up front, then the answer: the context
-                of BRIDGE's answer likelihood), ``one`` (each search brings its evidence alone), ``few`` (evidence among
+            question: one of the world's.
+            rng: where all choices are drawn from.
+            mode: ``first`` (only the first turn), ``reader`` (a document given up front, then the answer: the context
+                of BRIDGE's answer likelihood), ``one`` (each search brings only its evidence), ``few`` (evidence among
                 two or three documents) or ``full`` (what the frozen retriever shows, evidence added half of the time).
             replace: whether names are replaced.
         """
@@ -137,7 +139,9 @@ class TrajectoryWriter:
 class _Writing:
     """One trajectory in the making."""
 
-    def __init__(self, writer: TrajectoryWriter, question: Question, rng: random.Random, mode: str, replace: bool):
+    def __init__(
+        self, writer: TrajectoryWriter, question: WorldQuestion, rng: random.Random, mode: str, replace: bool
+    ) -> None:
         self.w, self.q, self.rng, self.mode = writer, question, rng, mode
         self.real = not replace
         self.rename = _Renaming(writer.names if replace else None, rng)

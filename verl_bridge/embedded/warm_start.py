@@ -18,16 +18,26 @@ from typing import TYPE_CHECKING, Any
 from verl_bridge.embedded.policy import new_policy
 from verl_bridge.embedded.tokenizer import train_tokenizer
 from verl_bridge.embedded.trajectories import Names, Segment, TrajectoryWriter
-from verl_bridge.embedded.world import QUERY_STYLES, QUESTION_KINDS, Question, World, build_world, encoder_dir, query
+from verl_bridge.embedded.world import (
+    QUERY_STYLES,
+    QUESTION_KINDS,
+    World,
+    WorldQuestion,
+    build_world,
+    encoder_dir,
+    query,
+)
+from verl_bridge.files import new_folder
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-ONE_UNTIL, FEW_UNTIL = 0.12, 0.3  # shares of the steps: evidence alone, evidence among few, then as retrieved
+ONE_UNTIL, FEW_UNTIL = 0.12, 0.3  # shares of the steps: only evidence, evidence among few, then as retrieved
 REPLACED = 0.75
 MEMORY_SHARE = 0.09
 DOCUMENT_WEIGHT = 0.2  # of document tokens in the loss until then: copying inside documents is practice too
+LOG_EVERY = 50  # steps
 SHORT_MODES = {"first": 0.35, "reader": 0.2}  # shares of the samples; they are short, about a tenth of the tokens
 Batch = tuple["torch.Tensor", "torch.Tensor"]
 
@@ -78,7 +88,7 @@ class _Sampler:
     ) -> None:
         self.tokenizer, self.writer, self.tokens = tokenizer, writer, tokens
         self.rng = random.Random(f"warm-start-{seed}")
-        self.by_kind: dict[str, list[Question]] = {}
+        self.by_kind: dict[str, list[WorldQuestion]] = {}
         for question in world.questions:
             if question.split == "train":
                 self.by_kind.setdefault(question.kind, []).append(question)
@@ -131,20 +141,19 @@ class _Sampler:
 def _stack(samples: list[tuple[list[int], list[float]]]) -> Batch:
     """Right-padded ids and loss weights, -1 at padding: (batch, length)."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    length = max(len(ids) for ids, _ in samples)
-    ids = torch.zeros(len(samples), length, dtype=torch.long)
-    weights = torch.full((len(samples), length), -1.0)
-    for row, (sample, weight) in enumerate(samples):
-        ids[row, : len(sample)] = torch.tensor(sample)
-        weights[row, : len(sample)] = torch.tensor(weight)
+    ids = pad_sequence([torch.tensor(ids) for ids, _ in samples], batch_first=True)
+    weights = pad_sequence(
+        [torch.tensor(weights, dtype=torch.float32) for _, weights in samples], batch_first=True, padding_value=-1.0
+    )
     return ids, weights
 
 
 def warm_start(
-    out: Path, *, seed: int = 0, steps: int = 1400, tokens: int = 3072, save_every: int = 0, log_every: int = 50
+    out: Path, *, seed: int = 0, steps: int = 1400, tokens: int = 3072, save_every: int = 0
 ) -> dict[str, Any]:
-    """Train the policy and save it with its tokenizer into ``out``. Returns step count, tokens, loss and seconds."""
+    """Train the policy and save it with its tokenizer as ``out``. Returns step count, tokens, loss and seconds."""
     import torch
 
     torch.manual_seed(seed)
@@ -187,8 +196,8 @@ def warm_start(
             optimiser.zero_grad(set_to_none=True)
         seen += ids.numel()
         losses.append(float(loss.detach()))
-        if (step + 1) % log_every == 0:
-            recent = sum(losses[-log_every:]) / log_every
+        if (step + 1) % LOG_EVERY == 0:
+            recent = sum(losses[-LOG_EVERY:]) / LOG_EVERY
             seconds = time.monotonic() - started
             print(f"step {step + 1}/{steps} loss {recent:.3f} tokens {seen:,} seconds {seconds:.0f}", flush=True)
         if save_every and (step + 1) % save_every == 0:
@@ -198,17 +207,17 @@ def warm_start(
 
 
 def _save(policy: Any, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    policy.save_pretrained(out)
-    tokenizer.save_pretrained(out, save_jinja_files=False)
+    with new_folder(out) as folder:
+        policy.save_pretrained(folder)
+        tokenizer.save_pretrained(folder, save_jinja_files=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint; replaced if there is one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1400)
-    parser.add_argument("--tokens", type=int, default=3072, help="tokens of a batch")
+    parser.add_argument("--tokens", type=int, default=3072, help="tokens per batch")
     parser.add_argument("--save-every", type=int, default=0, help="also save OUT-<step> that often")
     arguments = parser.parse_args()
     print(

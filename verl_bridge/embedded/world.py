@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from verl_bridge.embedded.articles import DISTRACTOR_COUNTS, DISTRACTORS, EVIDENCE, FILLERS, PLAIN, Article
 from verl_bridge.embedded.facts import City, Country, load_cities, load_countries
+from verl_bridge.files import new_file
 from verl_bridge.qa.answers import alias_hit
 from verl_bridge.retrieval.corpus import Document
 
@@ -35,7 +35,7 @@ QUESTION_KINDS = {
 
 
 @dataclass(frozen=True)
-class Question:
+class WorldQuestion:
     """One question. ``golden_answers`` are aliases of one another except for neighbours, where each is an answer;
     ``evidence_ids`` are the documents that state the fact of the last hop; ``memory`` marks held-out questions whose
     fact the warm start of the policy has seen."""
@@ -57,7 +57,7 @@ class World:
     """Documents and questions, with the articles (in document order) and facts they were made from."""
 
     documents: tuple[Document, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[WorldQuestion, ...]
     articles: tuple[Article, ...]
     countries: dict[str, Country]
     cities: tuple[City, ...]
@@ -151,7 +151,7 @@ def _questions(
     articles: list[Article],
     held_out: set[str],
     rng: random.Random,
-) -> list[Question]:
+) -> list[WorldQuestion]:
     evidence: dict[tuple[str, str], list[str]] = {}
     for i, article in enumerate(articles):
         if article.role != "evidence":
@@ -160,7 +160,7 @@ def _questions(
         evidence.setdefault((article.kind, key), []).append(f"{i}")
         if article.kind == "capital":  # a country's capital also says which country the city is in
             evidence.setdefault(("country", article.fields["CAP"]), []).append(f"{i}")
-    out: list[Question] = []
+    out: list[WorldQuestion] = []
 
     def ask(kind: str, code: str, entity: str) -> None:
         relation, first, wordings = QUESTION_KINDS[kind]
@@ -176,7 +176,7 @@ def _questions(
             return
         key = entity if relation == "country" else code
         out.append(
-            Question(
+            WorldQuestion(
                 id=f"{kind}-{len(out)}",
                 question=wording,
                 golden_answers=golds,
@@ -241,7 +241,7 @@ def query(style: str, relation: str, entity: str) -> str:
     }[style]
 
 
-def probe_query(world: World, question: Question) -> str:
+def probe_query(world: World, question: WorldQuestion) -> str:
     """The query for the last hop of ``question`` from someone who knows the entity; its style is fixed per question."""
     relation = QUESTION_KINDS[question.kind][0]
     entity = question.entity if question.hops == 1 else world.countries[question.country].name
@@ -249,19 +249,9 @@ def probe_query(world: World, question: Question) -> str:
     return query(style, relation, entity)
 
 
-def _write_lines(path: Path, rows: list[dict]) -> None:
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def write_world(folder: str | Path, seed: int = 0) -> World:
-    """Write ``corpus.jsonl``, ``questions_train.jsonl`` and ``questions_validation.jsonl`` into ``folder``."""
+def write_world(folder: Path, seed: int = 0) -> World:
+    """Builds the world and writes its documents as ``corpus.jsonl`` into ``folder``."""
     world = build_world(seed)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_lines(folder / "corpus.jsonl", [{"id": d.id, "title": d.title, "text": d.text} for d in world.documents])
-    for split in ("train", "validation"):
-        rows = [asdict(question) for question in world.questions if question.split == split]
-        _write_lines(folder / f"questions_{split}.jsonl", rows)
+    with new_file(folder / "corpus.jsonl") as file:
+        file.writelines(json.dumps(vars(document), ensure_ascii=False) + "\n" for document in world.documents)
     return world

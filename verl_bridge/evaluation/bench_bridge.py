@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from verl_bridge.evaluation.bench_tokens import load_tokenizer, token_ratio
 from verl_bridge.evaluation.bench_update import Arm, UpdateCost, UpdateSettings, Updating
-from verl_bridge.evaluation.bench_world import RolloutBatch, world_rollouts
+from verl_bridge.evaluation.bench_world import WorldRollouts, world_rollouts
 
 ARMS: tuple[Arm, Arm] = ("bridge", "two_state")
 PAPER = {"time_ratio": 0.442, "memory_ratio": 0.503}  # 55.8% less time, 49.7% less peak memory
@@ -42,7 +42,7 @@ def measure_bridge(
         corpus, index: the embedded world's.
         policy: folder of the policy.
         context: ``bridge.likelihood_context``.
-        rollouts: of one update, eight a question.
+        rollouts: of one update, eight per question.
         micro_batch_tokens: tokens of one pass of the policy, padding included.
         repeats: updates of each arm whose time counts; one comes before, and one after, for the memory.
         threads: of torch, in each arm.
@@ -137,7 +137,7 @@ def summarise(
 _updating: Updating | None = None
 
 
-def _load(arm: Arm, settings: UpdateSettings, batch: RolloutBatch) -> None:
+def _load(arm: Arm, settings: UpdateSettings, batch: WorldRollouts) -> None:
     global _updating
     _updating = Updating(arm, settings, batch)
 

@@ -9,7 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from verl_bridge.algorithms.gca import RoutingTable, grounded_advantages
 from verl_bridge.algorithms.grounding import TurnTable, segment_map
 from verl_bridge.algorithms.salience import token_salience, token_statistics
 from verl_bridge.credit import BatchSignals, batch_signals
+from verl_bridge.evaluation.memory import resident_bytes
 from verl_bridge.trace import SearchTrace, SearchTurn
 
 GroupEstimator = Callable[[Tensor, Tensor, Sequence[str]], Tensor]
@@ -185,8 +185,8 @@ def measure_salience(
 ) -> dict[str, float]:
     """What margin and entropy add to a log-prob and entropy pass over the same float32 logits on the CPU.
 
-    The pass alone and the pass with the statistics run in turn; the best of each counts. The extra memory is what the
-    statistics alone add, in a new process, from its resident memory with the logits to its peak (Linux's ``VmHWM``).
+    The pass by itself and the pass with the statistics run in turn; the best of each counts. The extra memory is what
+    only the statistics add, in a new process, from its resident memory with the logits to its peak (Linux's ``VmHWM``).
 
     Args:
         tokens, vocabulary: size of the logits.
@@ -234,16 +234,10 @@ def _logits(tokens: int, vocabulary: int, seed: int) -> tuple[Tensor, Tensor]:
 def _peak_of_statistics(tokens: int, vocabulary: int, threads: int) -> int:
     torch.set_num_threads(threads)
     logits, labels = _logits(tokens, vocabulary, 0)
-    before = _resident_bytes("VmRSS")
+    before = resident_bytes("VmRSS")
     token_statistics(logits, labels)
     # Not ru_maxrss: that begins with the peak of the process that started this one.
-    return _resident_bytes("VmHWM") - before
-
-
-def _resident_bytes(key: str) -> int:
-    """This process's resident memory: ``VmRSS`` now, ``VmHWM`` at its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+    return resident_bytes("VmHWM") - before
 
 
 def _best(repeats: int, *works: Callable[[], None]) -> list[float]:

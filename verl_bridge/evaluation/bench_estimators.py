@@ -128,8 +128,11 @@ def make_toy(
     Every document states one answer to every question, in ``reading`` nats; one document at least states the gold.
 
     Args:
+        seed: of all that is random.
         disagreement: share of the reward paid for another answer than the gold, whose likelihood trains the retriever;
             0 is exact match.
+        queries, documents, answers, dim, features: sizes, see :class:`Toy`.
+        reading: nats that a document gives the answer it states.
         ridge: λ in units of :func:`curvature_bound`, above 1.
 
     Raises:
@@ -221,7 +224,9 @@ def measure_estimators(
 
     Args:
         gammas: values of γ, positive and rising.
+        seeds: how many problems.
         disagreements: that of :func:`make_toy`; the figures of the first are the report's own.
+        first_seed: of the first problem; the others follow it.
 
     Returns:
         ``gammas``, ``seeds``, ``other_rewards``: the figures of the further disagreements, and those of the first:

@@ -1,8 +1,8 @@
-"""``verl-bridge bench bridge --corpus --questions``: BRIDGE's updater alone on real passages, without a policy.
+"""``verl-bridge bench bridge --corpus --questions``: only BRIDGE's updater, on real passages, without a policy.
 
 Every query is a question itself. The policy's likelihood of the answer is stood in for by two values, high for a
-candidate that holds a gold alias and low for any other, and every advantage is zero: what is learnt comes from the RAG
-loss alone. A third of the questions is held out, the same for every seed; neither they nor their answers are seen in
+candidate that holds a gold alias and low for any other, and every advantage is zero: what is learnt comes only from the
+RAG loss. A third of the questions is held out, the same for every seed; neither they nor their answers are seen in
 training. Recall is over the whole corpus.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_bridge.bilevel.batch import RetrieverBatch
+from verl_bridge.files import sha256
 from verl_bridge.qa.answers import alias_hit, is_yes_no
 from verl_bridge.qa.questions import Question, read_questions
 from verl_bridge.retrieval.corpus import Corpus
@@ -78,6 +79,10 @@ class PassageTask:
     def likelihood(self, question_id: str, ids: Sequence[str]) -> list[float]:
         """``HIGH`` for candidates that hold the answer, ``LOW`` for the others."""
         return [HIGH if document in self.bearing[question_id] else LOW for document in ids]
+
+    def dealt_at_random(self, question_id: str, ids: Sequence[str]) -> list[float]:
+        """The control: the same values, each on any candidate."""
+        return shuffle(self.likelihood(question_id, ids), question_id)
 
 
 def recall(
@@ -143,6 +148,30 @@ def train(
             )
 
 
+@dataclass(frozen=True)
+class Run:
+    """One seed's run.
+
+    Args:
+        before, after: :func:`recall` at SHOWN of the held-out questions, before and after training.
+        within: share of the training questions with the answer among their candidates, before training.
+    """
+
+    before: list[bool]
+    after: list[bool]
+    within: float
+
+
+def run(
+    retriever: Retriever, task: PassageTask, likelihood: Likelihood, *, seed: int, top_k: int, **settings: Any
+) -> Run:
+    """Trains the retriever in place and measures it; arguments and settings as for :func:`train`."""
+    before = recall(retriever, task.held_out, task.bearing, SHOWN)
+    within = recall(retriever, task.train, task.bearing, top_k)
+    train(retriever, task.train, likelihood, seed=seed, top_k=top_k, **settings)
+    return Run(before, recall(retriever, task.held_out, task.bearing, SHOWN), _mean(within))
+
+
 def paired_interval(differences: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float]:
     """95% bootstrap interval of the mean difference, questions and seeds both drawn anew.
 
@@ -169,7 +198,7 @@ def measure_passages(
     *,
     corpus: Path,
     questions: Path,
-    encoder: str,
+    encoder: str | None,
     index: Path | None,
     work: Path,
     seeds: int = 3,
@@ -187,7 +216,7 @@ def measure_passages(
 
     Args:
         corpus, questions: the material; see :func:`~verl_bridge.qa.questions.read_questions`.
-        encoder: sentence-transformers folder or hub name.
+        encoder: sentence-transformers folder or hub name; None for the one that made ``index``.
         index: of the corpus; None builds one in ``work`` and keeps it.
         seeds: runs, from seed 0 on.
         top_k, epochs, batch_size, lr: of :func:`train`.
@@ -210,72 +239,66 @@ def measure_passages(
     say(f"{len(task.train)} questions to train on, {len(task.held_out)} held out")
     index = index or _index(opened, corpus, encoder, work, say)
 
-    def open_seed(seed: int) -> Retriever:
-        return open_retriever(
+    training = {"top_k": top_k, "epochs": epochs, "batch_size": batch_size, "lr": lr}
+
+    def timed_run(seed: int, likelihood: Likelihood) -> Run:
+        retriever = open_retriever(
             corpus=corpus, index=index, encoder=encoder, seed=seed, compute_dtype="float32", verify=False
         )
-
-    def run(seed: int, likelihood: Likelihood) -> tuple[list[bool], list[bool], float]:
-        retriever, started = open_seed(seed), time.perf_counter()
-        before = recall(retriever, task.held_out, task.bearing, SHOWN)
-        within = recall(retriever, task.train, task.bearing, top_k)
-        train(
-            retriever,
-            task.train,
-            likelihood,
-            seed=seed,
-            top_k=top_k,
-            epochs=epochs,
-            batch_size=batch_size,
-            lr=lr,
-        )
-        after = recall(retriever, task.held_out, task.bearing, SHOWN)
+        started = time.perf_counter()
+        made = run(retriever, task, likelihood, seed=seed, **training)
         seconds = time.perf_counter() - started
-        say(f"seed {seed}: recall@{SHOWN} {_mean(before):.3f} → {_mean(after):.3f}, {seconds:.0f} s")
-        return before, after, _mean(within)
+        say(f"seed {seed}: recall@{SHOWN} {_mean(made.before):.3f} → {_mean(made.after):.3f}, {seconds:.0f} s")
+        return made
 
     hashes = _hashes(opened.path, index)
-    runs = [run(seed, task.likelihood) for seed in range(seeds)]
+    runs = [timed_run(seed, task.likelihood) for seed in range(seeds)]
     say("the control: likelihoods dealt at random")
-    _, shuffled, _ = run(0, lambda question_id, ids: shuffle(task.likelihood(question_id, ids), question_id))
-    differences = [[float(y) - float(x) for x, y in zip(before, after, strict=True)] for before, after, _ in runs]
-    low, high = paired_interval(differences)
-    before = _mean([_mean(before) for before, _, _ in runs])
-    after = _mean([_mean(after) for _, after, _ in runs])
+    control = timed_run(0, task.dealt_at_random)
     return {
-        "recall_before": before,
-        "recall_after": after,
-        "recall_difference": after - before,
-        "interval_low": low,
-        "interval_high": high,
-        "recall_after_by_seed": {str(seed): _mean(after) for seed, (_, after, _) in enumerate(runs)},
-        "recall_after_shuffled": _mean(shuffled),
+        **summarise_runs(runs, control),
         "depth": SHOWN,
         "documents": len(opened),
         "train_questions": len(task.train),
         "held_out_questions": len(task.held_out),
         "yes_no_left_out": task.yes_no,
         "without_passage_left_out": task.unanswerable,
-        "train_answer_in_candidates": _mean([within for _, _, within in runs]),
         "seeds": seeds,
-        "top_k": top_k,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "lr": lr,
+        **training,
         **{f"{name}_before": value for name, value in hashes.items()},
         **{f"{name}_after": value for name, value in _hashes(opened.path, index).items()},
     }
 
 
+def summarise_runs(runs: Sequence[Run], control: Run) -> dict[str, Any]:
+    """The recall figures that :func:`measure_passages` reports, of a run per seed and the control."""
+    low, high = paired_interval(
+        [[float(y) - float(x) for x, y in zip(made.before, made.after, strict=True)] for made in runs]
+    )
+    before, after = _mean([_mean(made.before) for made in runs]), _mean([_mean(made.after) for made in runs])
+    return {
+        "recall_before": before,
+        "recall_after": after,
+        "recall_difference": after - before,
+        "interval_low": low,
+        "interval_high": high,
+        "recall_after_by_seed": {str(seed): _mean(made.after) for seed, made in enumerate(runs)},
+        "recall_after_shuffled": _mean(control.after),
+        "train_answer_in_candidates": _mean([made.within for made in runs]),
+    }
+
+
 def shuffle(values: Sequence[float], question_id: str) -> list[float]:
-    """The same values in another order, which hangs on the question alone."""
+    """The same values in another order, which depends only on the question."""
     return random.Random(question_id).sample(list(values), len(values))
 
 
-def _index(opened: Corpus, corpus: Path, encoder: str, work: Path, say: Callable[[str], None]) -> Path:
+def _index(opened: Corpus, corpus: Path, encoder: str | None, work: Path, say: Callable[[str], None]) -> Path:
     from verl_bridge.retrieval.encoder import load_encoders
     from verl_bridge.retrieval.index import DocumentIndex
 
+    if encoder is None:
+        raise ValueError("neither --index nor --encoder: give one")
     _, encode = load_encoders(encoder)
     index = work / f"index-{opened.sha256[:16]}-{encode.base.fingerprint[:16]}"
     if not index.exists():
@@ -288,11 +311,8 @@ def _hashes(documents: Path, index: Path) -> dict[str, str]:
     """SHA-256 of the corpus file and of the index: its one file, or names and contents of its folder's files."""
     whole = hashlib.sha256()
     for file in [index] if index.is_file() else sorted(path for path in index.rglob("*") if path.is_file()):
-        with open(file, "rb") as content:
-            whole.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
-    with open(documents, "rb") as content:
-        own = hashlib.file_digest(content, "sha256").hexdigest()
-    return {"documents_sha256": own, "index_sha256": whole.hexdigest()}
+        whole.update(f"{file.name} {sha256(file)}\n".encode())
+    return {"documents_sha256": sha256(documents), "index_sha256": whole.hexdigest()}
 
 
 def _mean(values: Sequence[float]) -> float:

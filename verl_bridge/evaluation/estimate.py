@@ -3,23 +3,26 @@
 **Memory**, the largest on one GPU, in bytes (P parameters, N GPUs, T tokens of a micro-batch, L layers of width h, V
 words in the vocabulary):
 
-    state   = 16·P/N                  fp32 weights 4, gradients 4, Adam's moments 8, sharded (FSDP2); 0 with the CPU
+    state   = 16·P/N                  fp32 weights 4, gradients 4, Adam's moments 8, sharded (FSDP); 0 with FSDP2's CPU
                                       offload policy. The reference policy is on the CPU: verl offloads it.
+                                      4·P/N for a policy that learns by LoRA: its base has neither gradients nor
+                                      moments, and is the reference. The adapter's own, a few percent, is left out.
     work    = 2·P/L·2                 two gathered layers in bfloat16
             + 2·L·h·T + 34·h·T        checkpointed layer inputs, one layer made again
             + 10·V·T                  logits in bfloat16, their fp32 copy and its gradient
     serving = u·80e9                  u = rollout.gpu_memory_utilization
     peak    = max(state + work, state + serving)   state counts 0 in the second where it is offloaded between the phases
-    host    = 4·P (reference) + 16·P where state is offloaded
+    host    = 4·P (reference; 0 with LoRA) + N·state where that is offloaded
 
 **Time** of a step, seconds (A active parameters, R rollouts, s searches, C candidates scored for each):
 
     tokens  = R·(prompt + s·observation + (s + 1)·turn)
-    passes  = (2 old log-probs + 2 reference, with a KL loss + 8 update: forward, made again, backward)·A·tokens
+    passes  = (2 old log-probs + 2 reference, with a KL loss + 8 update: forward, made again, backward)·A·tokens;
+              an update by LoRA takes 6, for no gradient of the base's weights is made
     prefill = 2·A·tokens
     scoring = 2·A·R·s·C·length·unique BRIDGE's likelihoods; length is prompt + document + gold after the question, and
                                       half a trajectory more after the prefix; unique is the share that deduplication
-                                      leaves
+                                      leaves. A mean over steps: with interval i one in i scores
     compute = (passes + prefill + scoring)/(N·312e12·mfu)
     decode  = R·(s + 1)·turn/(N·rate) rate = c/((2·P + c·kv·tokens/R)/(0.6·2.0e12)), c sequences at once: bound by what
                                       an A100 reads (of a mixture of experts all weights, for a batch meets them all)
@@ -39,6 +42,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from verl_bridge.integrations.checks import trains_adapter
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -90,7 +95,9 @@ class Work:
         steps: steps of the run.
         kl: a reference policy scores the rollouts too.
         micro_batch: tokens of a micro-batch on one GPU.
-        candidates: documents scored for each search; 0 without BRIDGE.
+        lora: the policy learns by LoRA.
+        candidates: documents scored for each search; 0 where no retriever learns.
+        interval: one step in so many scores them.
         prefix: they are scored after the trajectory so far, else after the question.
         sequences: sequences that one GPU decodes at once.
         memory_share: share of a GPU's memory that the rollout server takes.
@@ -108,7 +115,9 @@ class Work:
     steps: int = 250
     kl: bool = True
     micro_batch: int = 16384
+    lora: bool = False
     candidates: int = 0
+    interval: int = 1
     prefix: bool = False
     sequences: int = 256
     memory_share: float = 0.5
@@ -123,20 +132,33 @@ class Work:
 
     @classmethod
     def of_config(cls, config: DictConfig, settings: VerlBridgeConfig | None) -> Work:
-        """What a composed verl config asks for; ``settings`` are its ``verl_bridge`` section's."""
-        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-        trains = settings is not None and settings.bridge.enable
+        """What a composed verl config asks for; ``settings`` are its ``verl_bridge`` section's.
+
+        The two phases of a schedule count as one, in which both learn.
+
+        Raises:
+            ValueError: the policy is not trained by FSDP.
+        """
+        data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        trains = settings is not None and trains_adapter(settings)
+        if actor.strategy not in ("fsdp", "fsdp2"):
+            raise ValueError(f"the formula is of FSDP, and actor_rollout_ref.actor.strategy={actor.strategy}")
+        micro_batch = actor.ppo_max_token_len_per_gpu
+        if not actor.use_dynamic_bsz:
+            micro_batch = actor.ppo_micro_batch_size_per_gpu * (data.max_prompt_length + data.max_response_length)
         return cls(
-            rollouts=config.data.train_batch_size * rollout.n,
+            rollouts=data.train_batch_size * rollout.n,
             steps=config.trainer.total_training_steps or 1,
             kl=bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
-            micro_batch=actor.ppo_max_token_len_per_gpu,
+            micro_batch=micro_batch,
+            lora=config.actor_rollout_ref.model.lora_rank > 0,
             candidates=settings.retriever.top_k if trains else 0,
+            interval=settings.bridge.interval if trains else 1,
             prefix=trains and settings.bridge.likelihood_context == "prefix",
             sequences=rollout.max_num_seqs,
             memory_share=rollout.gpu_memory_utilization,
             offload=bool(actor.fsdp_config.param_offload and actor.fsdp_config.optimizer_offload),
-            offload_policy=bool(actor.fsdp_config.offload_policy),
+            offload_policy=actor.strategy == "fsdp2" and bool(actor.fsdp_config.offload_policy),
         )
 
 
@@ -160,22 +182,21 @@ class Estimate:
         hours = f", {self.hours:.0f} h in all" if whole else ""
         return (
             f"{self.peak / 1e9:.0f} GB on an A100-80G{room}, {self.host / 1e9:.0f} GB on the hosts; "
-            f"{self.step:.0f} s a step{hours} (a formula, within a factor of 1.5)"
+            f"{self.step:.0f} s per step{hours} (a formula, within a factor of 1.5)"
         )
 
 
 def estimate(size: PolicySize, work: Work, *, gpus: int, mfu: float = MFU) -> Estimate:
     """Memory and time by the formula at the top of this module."""
     compute, decode = _seconds(size, work, gpus)
-    state, micro = 16 * size.parameters / gpus, work.micro_batch
-    if work.offload_policy:
-        state = 0.0
+    whole, micro = (4 if work.lora else 16) * size.parameters, work.micro_batch
+    state = 0.0 if work.offload_policy else whole / gpus
     layers = 2 * size.parameters / size.layers * 2
     activations = 2 * size.layers * size.hidden * micro + 34 * size.hidden * micro
     training = state + layers + activations + 10 * size.vocabulary * micro
     serving = (0.0 if work.offload else state) + work.memory_share * GPU_BYTES
-    host = (4 if work.kl else 0) * size.parameters
-    host += 16 * size.parameters if work.offload or work.offload_policy else 0
+    host = 4 * size.parameters if work.kl and not work.lora else 0
+    host += whole if work.offload or work.offload_policy else 0
     step = compute / mfu + decode
     return Estimate(max(training, serving), host, step, step * work.steps / 3600)
 
@@ -184,12 +205,13 @@ def _seconds(size: PolicySize, work: Work, gpus: int) -> tuple[float, float]:
     """Seconds of arithmetic at the GPUs' peak, and seconds of decoding."""
     sampled = (work.searches + 1) * work.turn
     length = work.prompt + work.searches * work.observation + sampled
-    passes = 2 + (2 if work.kl else 0) + 8 + 2  # old, reference, update, prefill
+    passes = 2 + (2 if work.kl else 0) + (6 if work.lora else 8) + 2  # old, reference, update, prefill
     floats = passes * size.active * work.rollouts * length
     if work.candidates:
         scored = work.prompt + work.document
         scored, unique = (scored + (length - work.prompt) / 2, 1.0) if work.prefix else (scored, work.unique)
-        floats += 2 * size.active * work.rollouts * work.searches * work.candidates * scored * unique
+        scored *= work.rollouts * work.searches * work.candidates * unique / work.interval
+        floats += 2 * size.active * scored
     cache = 2 * size.layers * size.kv_width * 2 * length  # bytes of one sequence's keys and values
     together = min(work.sequences, work.rollouts / gpus)
     rate = together / ((2 * size.parameters + together * cache) / (READ_EFFICIENCY * GPU_BANDWIDTH))
@@ -204,7 +226,7 @@ def fitted_mfu() -> float:
 
 def table(runs: Iterable[tuple[str, PolicySize, Work]], *, gpus: int) -> str:
     """The estimates as a Markdown table, a row for each (name, policy, work)."""
-    lines = [f"| run on {gpus}×A100-80G | GB on a GPU | GB on the hosts | s a step | hours |", "|---|---|---|---|---|"]
+    lines = [f"| run on {gpus}×A100-80G | GB per GPU | GB on the hosts | s per step | hours |", "|---|---|---|---|---|"]
     for name, size, work in runs:
         found = estimate(size, work, gpus=gpus)
         peak = f"{found.peak / 1e9:.0f}" if found.fits else f"{found.peak / 1e9:.0f}, too much"

@@ -50,9 +50,9 @@ def _counts(rollouts: list[SavedRollout], unicode: bool) -> Iterator[tuple[str, 
     """Group, reward, type and tokens by segment ``(segments,)`` of each rollout without a yes/no gold."""
     signals = [rollout_signals(rollout.trace, unicode=unicode) for rollout in rollouts]
     traces = [rollout.trace for rollout in rollouts]
-    first = torch.tensor([-1 if s.first_hit_turn is None else s.first_hit_turn for s in signals])
+    first = torch.tensor([signal.first_hit_turn for signal in signals])
     length = max(trace.response_length for trace in traces)
-    # spans lie on sampled tokens alone, so that no other mask is needed
+    # spans lie only on sampled tokens, so that no other mask is needed
     segments = segment_map(
         TurnTable.of([trace.turns for trace in traces]), first, torch.ones(len(traces), length, dtype=torch.bool)
     )

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_bridge.config.schema import ROLLOUT_TYPES
 from verl_bridge.evaluation.rollouts import read_rollouts
 from verl_bridge.qa.signals import Signals, rollout_signals
-
-TYPES = ("A", "B1", "B2", "C", "D")
 
 
 def type_of(signals: Signals) -> str:
@@ -33,7 +32,7 @@ class Figures:
     """
 
     n: int = 0
-    types: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TYPES, 0))
+    types: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROLLOUT_TYPES, 0))
     searches: int = 0
     yes_no: int = 0
     compared: int = 0
@@ -89,7 +88,7 @@ class Evaluation:
         return {**self.total.to_dict(), "files": files, "disagreements": self.disagreements}
 
     def table(self) -> str:
-        """One column a file, and one for all when there are several."""
+        """One column per file, and one for all when there are several."""
         named = {os.path.basename(name): figures for name, figures in self.files.items()}
         if len(named) < len(self.files):
             named = dict(self.files)
@@ -101,7 +100,7 @@ class Evaluation:
             if key != "types":
                 rows.append([key, *(_figure(column[key]) for column in columns.values())])
                 continue
-            for kind in TYPES:
+            for kind in ROLLOUT_TYPES:
                 counts = [(column["types"][kind], column["n"]) for column in columns.values()]
                 rows.append([f"type {kind}", *(f"{count} ({_share(count, n):.1%})" for count, n in counts)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -117,6 +116,7 @@ def evaluate(paths: Iterable[str | os.PathLike], *, unicode: bool = False) -> Ev
     """Read every file once and count.
 
     Args:
+        paths: the files, each once.
         unicode: find evidence with the Unicode-aware normalisation of :mod:`verl_bridge.qa.answers`.
 
     Raises:

@@ -3,7 +3,7 @@
 A text has no tokens, so the spans of a trace made from one count **characters**. Which of its parts the model wrote is
 told by how Search-R1's loop builds it. A turn ends at its first ``</search>`` or ``</answer>`` (generation stops
 there), and what the retriever found is put right behind a ``</search>``. So an ``<information>`` block there was shown
-to the model, and a block anywhere else was written by it and is no evidence.
+to the model, and a block anywhere else was written by it and is not evidence.
 """
 
 from __future__ import annotations

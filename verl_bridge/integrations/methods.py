@@ -7,6 +7,7 @@ A host's trainer inherits :class:`SearchMethods` beside its own base class, and 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from verl_bridge.algorithms.grounding import grounding_metrics
 from verl_bridge.bilevel.schedule import check_course, retriever_objective
 from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.integrations.checks import GROUP_RELATIVE, trains_adapter
+from verl_bridge.integrations.retrieval import Probe, TrainerRetrieval
+from verl_bridge.integrations.retriever_step import RetrieverStep, Score
 from verl_bridge.integrations.rollout_batch import RolloutBatch, save_rollouts
-from verl_bridge.integrations.verl.retrieval import Probe, TrainerRetrieval
+from verl_bridge.integrations.tokens import encode_text
 from verl_bridge.qa.signals import tool_use_warning
 
 logger = logging.getLogger(__name__)
@@ -29,7 +32,8 @@ logger = logging.getLogger(__name__)
 class SearchMethods:
     """Beside the host's trainer, and before it in the list of bases.
 
-    The host's trainer gives ``config``, ``global_steps`` and ``total_training_steps``, its ``__init__`` the rest.
+    The host's trainer gives ``config``, ``tokenizer``, ``global_steps`` and ``total_training_steps``, its ``__init__``
+    the rest.
 
     Args:
         settings: the checked ``verl_bridge`` section.
@@ -39,6 +43,7 @@ class SearchMethods:
     """
 
     config: Any
+    tokenizer: Any
     global_steps: int
     total_training_steps: int
     settings: VerlBridgeConfig
@@ -135,6 +140,30 @@ class SearchMethods:
             num_cpus=bridge.num_cpus,
         )
 
+    def _step_with(self, score: Score, *, limits: Mapping[str, int], synchronous: bool) -> RetrieverStep:
+        """A retriever step by the settings.
+
+        Args:
+            score: see :class:`~verl_bridge.integrations.retriever_step.RetrieverStep`, as is ``synchronous``.
+            limits: tokens that a scored sequence may have, by the setting that says so; the smallest counts.
+        """
+        bridge, limit = self.settings.bridge, min(limits, key=limits.__getitem__)
+        return RetrieverStep(
+            retrieval=self.retrieval,
+            score=score,
+            tokenize=partial(encode_text, self.tokenizer),
+            synchronous=synchronous,
+            prefix=bridge.likelihood_context == "prefix",
+            all_golds=bridge.golds == "best",
+            length_normalize=bridge.length_normalize,
+            token_budget=bridge.token_budget,
+            max_tokens=limits[limit],
+            max_tokens_key=limit,
+            query_input=self.settings.retriever.query_input,
+            unicode=self._unicode_aliases,
+            correction_scale=bridge.gamma / bridge.tau_likelihood,
+        )
+
     # ---- one batch --------------------------------------------------------------------------------------------
 
     def _assess(self, rollouts: RolloutBatch, metrics: dict) -> tuple[torch.Tensor, credit.BatchSignals]:
@@ -172,9 +201,9 @@ class SearchMethods:
             )
         return advantages, signals
 
-    def _teaches_by_reward(self, rollouts: RolloutBatch, signals: credit.BatchSignals) -> torch.Tensor:
-        """See :func:`~verl_bridge.credit.teaches_by_reward`; ``(batch,)`` bool."""
-        return credit.teaches_by_reward(
+    def _rl_mask(self, rollouts: RolloutBatch, signals: credit.BatchSignals) -> torch.Tensor:
+        """See :func:`~verl_bridge.credit.rl_mask`; ``(batch,)`` bool."""
+        return credit.rl_mask(
             signals,
             rollouts.group_index,
             rollouts.rewards,

@@ -22,11 +22,11 @@ class RolloutBatch:
         uids: the prompt group of each row.
         traces: the record of each row.
         prompt_ids, response_ids: the tokens of each row.
-        response_mask: 1 on sampled tokens  # (batch, response)
-        advantages: what the base estimator gave  # (batch, response)
-        rewards: outcome reward  # (batch,)
-        group_index: the uid of each row as an integer  # (batch,)
-        columns: what else was asked for and is there, by name  # (batch, response) each
+        response_mask: 1 on sampled tokens, ``(batch, response)``.
+        advantages: what the base estimator gave, ``(batch, response)``.
+        rewards: outcome reward, ``(batch,)``.
+        group_index: the uid of each row as an integer, ``(batch,)``.
+        columns: what else was asked for and is there, by name, ``(batch, response)`` each.
     """
 
     keys: list[str]
@@ -42,7 +42,7 @@ class RolloutBatch:
 
 
 def save_rollouts(file: Path, rollouts: RolloutBatch, types: torch.Tensor, *, step: int) -> None:
-    """One JSON line a rollout, as ``verl-bridge eval --rollouts`` reads them.
+    """One JSON line per rollout, as ``verl-bridge eval --rollouts`` reads them.
 
     Args:
         file: appears when complete.

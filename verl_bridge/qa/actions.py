@@ -109,7 +109,7 @@ def format_observation(documents: Sequence[Document]) -> str:
 
 
 def observed_text(observation: str) -> str:
-    """The documents' own words in an observation: tags and "Doc 1(Title: " are no evidence and join no words."""
+    """The documents' own words in an observation: tags and "Doc 1(Title: " are not evidence and join no words."""
     return _DOCUMENT_HEAD.sub(" ", _TAG.sub("\n", observation))
 
 

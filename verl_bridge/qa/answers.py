@@ -110,7 +110,7 @@ def _aliases(golds: str | Iterable[str]) -> tuple[str, ...]:
 def exact_match(answer: str | None, golds: str | Iterable[str], *, unicode: bool = False) -> bool:
     """Whether the answer equals one gold alias after normalisation; None or an empty answer never does.
 
-    A gold made of articles alone ("A", "The The") normalises to nothing; there the articles are kept, so that
+    A gold made only of articles ("A", "The The") normalises to nothing; there the articles are kept, so that
     the choice letter "A" is matched by "A" and by nothing else [ours].
     """
     if answer is None:

@@ -11,12 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from verl_bridge.qa.answers import is_yes_no, normalise
-from verl_bridge.qa.questions import gold_answers, json_rows, question_of
+from verl_bridge.qa.questions import gold_answers, json_rows, question_of, stored_golds
 
 #: Sources of Search-R1's files, and of verl-tool's and verl's own (their rewards know no other).
 DATA_SOURCES = frozenset(
@@ -30,10 +31,11 @@ FAULTS: dict[str, tuple[bool, str]] = {
     "golds_missing": (True, "fill reward_model.ground_truth.target (golden_answers outside verl) or drop the row"),
     "golds_type": (True, "give text, or a list of texts: numbers and dates as text too"),
     "golds_blank": (True, "remove blank golds, and the row if none is left"),
+    "reward_model_type": (True, "store reward_model as an object, not as its JSON: {ground_truth: {target: [text]}}"),
     "golds_printed": (True, "this is a printed list or array, which no answer equals: store the list itself"),
     "question_missing": (True, "fill the question; it is read from extra_info.question, question or the prompt"),
     "prompt_type": (True, "give a list of messages: [{role: user, content: text}]"),
-    "prompt_tags": (True, "the prompt must say how to act, with <search> and <answer> tags"),
+    "prompt_tags": (True, "the prompt must say how to act, with <search> and <answer> tags (none: --function-calls)"),
     "prompt_long": (True, "shorten it or raise data.max_prompt_length: verl drops such rows or stops"),
     "source_missing": (True, "fill data_source with text: verl's reward manager asks for it"),
     "extra_info_type": (True, "make extra_info an object, or leave it out"),
@@ -41,12 +43,16 @@ FAULTS: dict[str, tuple[bool, str]] = {
     "not_unicode": (True, "drop the broken \\uXXXX escape"),
     "overlap": (True, "the question is in a file given before: take it out of one, or the measure is spoilt"),
     "golds_differ": (False, "golden_answers and reward_model.ground_truth.target say different things"),
+    "golds_bracketed": (False, "looks like a printed array or object: if it is one, store the list itself"),
     "golds_unmatchable": (False, "normalised, no gold has a word left: no passage can hold one"),
     "source_unknown": (False, "Search-R1's and verl's rewards know no such source; the reward of verl_bridge does"),
     "repeated_question": (False, "the question occurred before in this file"),
     "repeated_id": (False, "the id occurred before with this data_source"),
 }
 COLUMNS = ("prompt", "reward_model", "data_source", "extra_info", "agent_name", "id", "question", "golden_answers")
+_TAGS = ("<search>", "<answer>")
+#: The faults of a row's prompt, as (kind, what is said).
+PromptFaults = Callable[[Any], Iterator[tuple[str, str]]]
 _PRINTED = re.compile(r"\s*(?:np\.)?(?:array\()?\[(['\"]).*\1[^'\"]*\]", re.DOTALL)
 
 
@@ -112,7 +118,12 @@ class FileReport:
 
 
 def check_files(
-    files: Sequence[Path], *, keep: int | None = 5, prompt_tokens: Callable[[list], int] | None = None, limit: int = 0
+    files: Sequence[Path],
+    *,
+    keep: int | None = 5,
+    function_calls: bool = False,
+    prompt_tokens: Callable[[list], int] | None = None,
+    limit: int = 0,
 ) -> list[FileReport]:
     """Checks each file, and the later ones for questions of the earlier ones.
 
@@ -121,6 +132,7 @@ def check_files(
     Args:
         files: JSONL, JSONL.gz or parquet files: training data first, then what it is measured on.
         keep: faults of each kind kept with their row; None keeps all.
+        function_calls: the model searches by function calls, so prompts need not explain tags.
         prompt_tokens: tokens of a prompt's messages, to compare with ``limit``; None asks nothing about length.
         limit: largest number of tokens of a prompt (``data.max_prompt_length``).
 
@@ -128,7 +140,9 @@ def check_files(
         ValueError: a file is missing, empty or unreadable; names it, the row where reading stopped, and the fix.
     """
     seen: dict[bytes, tuple[int, int]] = {}
-    return [_check_file(Path(file), number, seen, keep, prompt_tokens, limit) for number, file in enumerate(files)]
+    tags = () if function_calls else _TAGS
+    look = partial(_prompt_faults, tags=tags, prompt_tokens=prompt_tokens, limit=limit)
+    return [_check_file(Path(file), number, seen, keep, look) for number, file in enumerate(files)]
 
 
 def _check_file(
@@ -136,8 +150,7 @@ def _check_file(
     number: int,
     seen: dict[bytes, tuple[int, int]],
     keep: int | None,
-    prompt_tokens: Callable[[list], int] | None,
-    limit: int,
+    prompt_faults: PromptFaults,
 ) -> FileReport:
     if not path.is_file():
         raise ValueError(f"questions file {path} does not exist: give a .jsonl, .jsonl.gz or .parquet file")
@@ -151,7 +164,7 @@ def _check_file(
     for where, row in chain([first], rows):
         place = int(where.rpartition(" ")[2])
         report.rows += 1
-        for kind, says in _row_faults(row, place, number, report, seen, ids, prompt_tokens, limit):
+        for kind, says in _row_faults(row, place, number, report, seen, ids, prompt_faults):
             report.counts[kind] += 1
             if keep is None or report.counts[kind] <= keep:
                 report.faults.append(Fault(kind, place, says))
@@ -165,29 +178,33 @@ def _row_faults(
     report: FileReport,
     seen: dict[bytes, tuple[int, int]],
     ids: set[bytes],
-    prompt_tokens: Callable[[list], int] | None,
-    limit: int,
+    prompt_faults: PromptFaults,
 ) -> Iterator[tuple[str, str]]:
     if not isinstance(row, Mapping):
         yield "no_object", f"{_short(row)} is not an object"
         return
     of_verl = report.form == "verl"
-    # The agent loop and the start of a run know verl's column alone.
+    # The agent loop and the start of a run know only verl's column.
     golds_row = {"reward_model": row.get("reward_model")} if of_verl else row
     golds: tuple[str, ...] = ()
     try:
         golds = gold_answers(golds_row, "the row")
     except ValueError:
-        yield _gold_fault(_stored(golds_row))
+        reward_model = row.get("reward_model") if of_verl else None
+        if reward_model is not None and not isinstance(reward_model, Mapping):
+            yield "reward_model_type", f"reward_model {_short(reward_model)} ({type(reward_model).__name__})"
+        else:
+            yield _gold_fault(stored_golds(golds_row))
     else:
-        yield from _look_at_golds(golds, _stored(golds_row), row if of_verl else {}, report)
+        yield from _look_at_golds(golds, stored_golds(golds_row), row if of_verl else {}, report)
     if of_verl:
-        yield from _verl_faults(row, report, prompt_tokens, limit)
+        yield from _verl_faults(row, report)
+        yield from prompt_faults(row.get("prompt"))
     question = question_of(row)
     if question is None:
         yield "question_missing", "no question"
     texts = [text for text in (question, *golds) if text is not None]
-    if of_verl and not list(_prompt_faults(row.get("prompt"))):
+    if of_verl and _odd_prompt(row.get("prompt")) is None:
         texts += [message["content"] for message in row["prompt"]]
     try:
         "".join(texts).encode()
@@ -204,15 +221,6 @@ def _row_faults(
         if key in ids:
             yield "repeated_id", f"id {_short(row['id'])} of {row.get('data_source')!r}"
         ids.add(key)
-
-
-def _stored(row: Mapping[str, Any]) -> Any:
-    """The golds as the row has them, by the same way as ``gold_answers``."""
-    if row.get("golden_answers") is not None:
-        return row["golden_answers"]
-    model = row.get("reward_model")
-    truth = model.get("ground_truth") if isinstance(model, Mapping) else None
-    return truth.get("target") if isinstance(truth, Mapping) else truth
 
 
 def _gold_fault(stored: Any) -> tuple[str, str]:
@@ -233,6 +241,8 @@ def _look_at_golds(
     printed = [gold for gold in golds if _PRINTED.match(gold)]
     if printed:
         yield "golds_printed", f"gold answer {_short(printed[0])}"
+    elif bracketed := [gold for gold in golds if _bracketed(gold)]:
+        yield "golds_bracketed", f"gold answer {_short(bracketed[0])}"
     if not any(map(normalise, golds)):
         yield "golds_unmatchable", f"gold answers {_short(list(golds))}"
     if row.get("golden_answers") is not None:
@@ -244,10 +254,14 @@ def _look_at_golds(
             yield "golds_differ", f"golden_answers {_short(row['golden_answers'])}, target {_short(list(golds))}"
 
 
-def _verl_faults(
-    row: Mapping[str, Any], report: FileReport, prompt_tokens: Callable[[list], int] | None, limit: int
-) -> Iterator[tuple[str, str]]:
-    """Faults in the columns that verl itself reads."""
+def _bracketed(gold: str) -> bool:
+    """Whether it may be a printed array or object: Python and numpy put them in brackets."""
+    text = gold.strip()
+    return text.startswith(("array(", "np.array(")) or text[:1] + text[-1:] in ("[]", "{}")
+
+
+def _verl_faults(row: Mapping[str, Any], report: FileReport) -> Iterator[tuple[str, str]]:
+    """Faults in the columns that verl itself reads, besides golds and prompt."""
     source = row.get("data_source")
     if not isinstance(source, str) or not source.strip():
         yield "source_missing", f"data_source {_short(source)}"
@@ -259,26 +273,32 @@ def _verl_faults(
         yield "extra_info_type", f"extra_info {_short(row['extra_info'])}"
     if "agent_name" in row:
         yield "agent_name", f"agent_name {_short(row['agent_name'])}"
-    prompt = row.get("prompt")
-    found = list(_prompt_faults(prompt))
-    yield from found
-    if not found and prompt_tokens is not None and (length := prompt_tokens(prompt)) > limit:
-        yield "prompt_long", f"{length} tokens, {limit} fit"
 
 
-def _prompt_faults(prompt: Any) -> Iterator[tuple[str, str]]:
+def _odd_prompt(prompt: Any) -> str | None:
+    """What of a prompt is not a list of messages with text; None where all is well."""
     if not isinstance(prompt, list) or not prompt:
-        yield "prompt_type", f"prompt {_short(prompt)}"
-        return
+        return f"prompt {_short(prompt)}"
     for message in prompt:
         plain = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not plain or not isinstance(message.get("content"), str):
-            yield "prompt_type", f"message {_short(message)}"
-            return
+            return f"message {_short(message)}"
+    return None
+
+
+def _prompt_faults(
+    prompt: Any, *, tags: Sequence[str], prompt_tokens: Callable[[list], int] | None, limit: int
+) -> Iterator[tuple[str, str]]:
+    odd = _odd_prompt(prompt)
+    if odd is not None:
+        yield "prompt_type", odd
+        return
     text = " ".join(message["content"] for message in prompt)
-    missing = [tag for tag in ("<search>", "<answer>") if tag not in text]
+    missing = [tag for tag in tags if tag not in text]
     if missing:
         yield "prompt_tags", f"no {' and no '.join(missing)} in {_short(text)}"
+    if prompt_tokens is not None and (length := prompt_tokens(prompt)) > limit:
+        yield "prompt_long", f"{length} tokens, {limit} fit"
 
 
 def _digest(text: str) -> bytes:

@@ -37,11 +37,13 @@ def json_rows(path: Path, columns: Collection[str] | None = None) -> Iterator[tu
             file = pyarrow.parquet.ParquetFile(path)
             names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
             for batch in file.iter_batches(batch_size=1024, columns=names):
-                for row in batch.to_pylist():
+                for row in _batch_rows(batch):
                     number += 1
                     yield f"{path} row {number}", row
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{path} row {number + 1}: no readable parquet ({error}): write the file again") from error
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{path} row {number + 1}: not readable as parquet ({error}): write the file again"
+            ) from error
         return
     number = 0
     try:
@@ -52,7 +54,18 @@ def json_rows(path: Path, columns: Collection[str] | None = None) -> Iterator[tu
                     where = f"{path} line {number}"
                     yield where, _json(line, where)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} line {number + 1}: no complete gzip file ({error}): pack it again") from error
+        raise ValueError(f"{path} line {number + 1}: not a complete gzip file ({error}): pack it again") from error
+
+
+def _batch_rows(batch: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a pyarrow batch; one by one where one has no Python value, so that the rows before it are read."""
+    try:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError):  # text that is not UTF-8, a date after the year 9999
+        for start in range(batch.num_rows):
+            yield from batch.slice(start, 1).to_pylist()
+    else:
+        yield from rows
 
 
 def _json(line: bytes, where: str) -> Any:
@@ -68,23 +81,41 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def gold_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """The gold answers of a row: ``golden_answers``, or verl's ``reward_model.ground_truth.target``; text or a list.
-
-    Raises:
-        ValueError: no gold answers, or one that is not text or blank; names the row by ``where`` and the fix.
-    """
+def stored_golds(row: Mapping[str, Any]) -> Any:
+    """``golden_answers`` of a row, or verl's ``reward_model.ground_truth.target``, unchecked; None without either."""
     golds = row.get("golden_answers")
     if golds is None:
         truth = _mapping(row.get("reward_model")).get("ground_truth")
         golds = truth.get("target") if isinstance(truth, Mapping) else truth
+    return golds
+
+
+def gold_answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """The gold answers of a row, :func:`stored_golds`, which may be text or a list.
+
+    Raises:
+        ValueError: no gold answers, or one that is not text or blank; names the row by ``where`` and the fix.
+    """
+    return _checked(stored_golds(row), where, "'golden_answers' (or reward_model.ground_truth.target)")
+
+
+def training_golds(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """The gold answers of a row that training reads, in every host: verl's column, whatever ``golden_answers`` says.
+
+    Raises:
+        ValueError: as for :func:`gold_answers`.
+    """
+    golds = stored_golds({"reward_model": row.get("reward_model")})
+    return _checked(golds, where, "reward_model.ground_truth.target")
+
+
+def _checked(golds: Any, where: str, column: str) -> tuple[str, ...]:
     golds = [golds] if isinstance(golds, str) else golds
     # verl hands columns on as lists, arrays or tuples
     found = [] if golds is None or isinstance(golds, Mapping) or not hasattr(golds, "__iter__") else list(golds)
     if not found or not all(isinstance(gold, str) and gold.strip() for gold in found):
         raise ValueError(
-            f"{where} has gold answers {golds!r}: give at least one non-empty string in 'golden_answers' "
-            "(or reward_model.ground_truth.target), or leave the row out"
+            f"{where} has gold answers {golds!r}: give at least one non-empty string in {column}, or leave the row out"
         )
     return tuple(found)
 

@@ -16,7 +16,7 @@ class Signals:
 
     Args:
         hit: some observation that entered the context holds a gold alias.
-        first_hit_turn: index in ``trace.turns`` of the first such turn, None without a hit. Of parallel tool calls in
+        first_hit_turn: index in ``trace.turns`` of the first such turn, -1 without a hit. Of parallel tool calls in
             one assistant turn it is the last, for a segment is the whole assistant turn [ours].
         correct: the final answer matches a gold alias exactly.
         answered: there is a final answer.
@@ -24,7 +24,7 @@ class Signals:
     """
 
     hit: bool
-    first_hit_turn: int | None
+    first_hit_turn: int
     correct: bool
     answered: bool
     yes_no: bool
@@ -34,7 +34,7 @@ def rollout_signals(trace: SearchTrace, *, unicode: bool = False) -> Signals:
     """Hit, first hit turn and correctness of a rollout [paper].
 
     Only what the retriever returned *and* the model could read counts [ours]: text cut off or dropped before the
-    context, failed retrievals and information blocks that the model wrote itself are no hits. ``unicode`` chooses the
+    context, failed retrievals and information blocks that the model wrote itself are not hits. ``unicode`` chooses the
     normalisation that evidence is found with (:mod:`verl_bridge.qa.answers`); correctness is Search-R1's exact match
     always, the one that the reward counts.
     """
@@ -44,10 +44,10 @@ def rollout_signals(trace: SearchTrace, *, unicode: bool = False) -> Signals:
             for index, turn in enumerate(trace.turns)
             if turn.shown and alias_hit(observed_text(turn.observation), trace.golden_answers, unicode=unicode)
         ),
-        None,
+        -1,
     )
     return Signals(
-        hit=first_hit_turn is not None,
+        hit=first_hit_turn >= 0,
         first_hit_turn=first_hit_turn,
         correct=exact_match(trace.answer, trace.golden_answers),
         answered=trace.answer is not None,

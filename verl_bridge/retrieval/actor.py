@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_bridge.retrieval.keeper import keeper_name, start_keeper
+from verl_bridge.retrieval.retriever import Call
 from verl_bridge.retrieval.service import RetrieverService
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class RetrieverActor(RetrieverService):
 
     Args:
         keeper: the actor name of its :class:`~verl_bridge.retrieval.keeper.Keeper`. What that holds is served from the
-            start; with None every start is from the settings alone. A name, because Ray may lose a handle by the time
+            start; with None every start is only from the settings. A name, because Ray may lose a handle by the time
             it starts an actor again.
         settings: of :class:`RetrieverService`.
 
@@ -82,7 +83,7 @@ class RetrieverActor(RetrieverService):
 
     # ---- all on the worker thread: what is searched next has been kept ----
 
-    def _search(self, calls: list[tuple[list[str], int]]) -> list[list[dict[str, Any]]]:
+    def _search(self, calls: list[Call]) -> list[list[dict[str, Any]]]:
         if self._not_kept is not None:
             raise RuntimeError(f"adapter version {self._retriever.version} is not searched with: {self._not_kept}")
         return super()._search(calls)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_bridge import __version__
-from verl_bridge.files import named, new_file, put_folder
+from verl_bridge.files import named, new_file, put_folder, sha256
 from verl_bridge.retrieval.corpus import Corpus
-from verl_bridge.retrieval.manifest import FORMAT, building, checksum, data_files
+from verl_bridge.retrieval.manifest import FORMAT, building, data_files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,7 +64,7 @@ def build_index(
 
     Raises:
         ValueError: bad dtype, factory or search parameters; ``directory`` exists and may not be replaced (without
-            ``overwrite``, or because it is no index); an interrupted build with other settings is in the way, or
+            ``overwrite``, or because it is not an index); an interrupted build with other settings is in the way, or
             another process builds the same index; a document's vector is not finite or all zeros.
         OSError: the place cannot be written.
     """
@@ -76,7 +76,7 @@ def build_index(
     if directory.exists() and not overwrite:
         raise ValueError(f"index folder {directory} exists; load it, pass overwrite=True or choose another")
     if directory.exists() and not _replaceable(directory):
-        raise ValueError(f"{directory} is no index (it holds no manifest.json) and is not replaced; choose another")
+        raise ValueError(f"{directory} is not an index (it holds no manifest.json) and is not replaced; choose another")
     # a bad string is refused before hours of encoding
     index = None if factory == "Flat" else empty_index(encoder.base.dim, factory)
     if search_parameters:
@@ -108,7 +108,7 @@ def build_index(
             "documents": len(corpus),
             "corpus": {"sha256": corpus.sha256, "size": corpus.size},
             "files": {
-                file: {"size": (done / file).stat().st_size, "sha256": checksum(done / file)}
+                file: {"size": (done / file).stat().st_size, "sha256": sha256(done / file)}
                 for file in data_files(factory)
             },
         }

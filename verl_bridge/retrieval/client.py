@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from verl_bridge.retrieval.retriever import check_call
 from verl_bridge.retrieval.wire import (
     LONGEST_WAIT,
+    failed_answer,
     one_line,
     read_health,
     read_reason,
@@ -52,12 +53,12 @@ def split_urls(url: str | Sequence[str]) -> list[str]:
         try:
             split = urlsplit(part)
             good = split.scheme in ("http", "https") and split.hostname and (split.port is None or split.port > 0)
-        except ValueError:  # a port or an IPv6 address that is none
+        except ValueError:  # not a port, or not an IPv6 address
             good = False
         if not good or split.query or split.fragment or "@" in split.netloc or not part.isprintable() or " " in part:
-            raise ValueError(f"{part!r} is no server address; give http://HOST:PORT, several with commas between them")
+            raise ValueError(f"invalid server address {part!r}: use http://HOST:PORT (comma-separated for several)")
     if not urls:
-        raise ValueError("no server address; give http://HOST:PORT")
+        raise ValueError("no server address: use http://HOST:PORT")
     return list(dict.fromkeys(urls))
 
 
@@ -69,7 +70,7 @@ class RetrievalClient:
     server asks in ``Retry-After`` (at most 10 s). Retried are connection errors, timeouts and HTTP 429, 502, 503, 504.
 
     Args:
-        url: address of a server, or of several: a list, or with commas between them.
+        url: address of a server, or of several: a list, or comma-separated.
         token: bearer token.
         deadline: seconds for a whole call, its retries included. An attempt gets half of what is left, the last all.
         attempts: most requests of one search. Publishing goes on until the deadline.
@@ -129,7 +130,7 @@ class RetrievalClient:
                 headers={"Content-Type": "application/json"},
             )
         except _Trouble as trouble:
-            return [_failed(str(trouble)) for _ in queries]
+            return [failed_answer(str(trouble)) for _ in queries]
 
     def search_sync(self, queries: Sequence[str], top_k: int | None = None) -> list[dict[str, Any]]:
         """:meth:`search` for code without an event loop, such as a command."""
@@ -166,7 +167,7 @@ class RetrievalClient:
         """What each server says about itself by address: documents, dimension, encoder, adapter version.
 
         Raises:
-            RuntimeError: one does not answer or is no server of this package; names it and the fix.
+            RuntimeError: one does not answer or is not a server of this package; names it and the fix.
         """
         return await self._on_all(self._health)
 
@@ -223,7 +224,7 @@ class RetrievalClient:
         except _Trouble as trouble:
             if trouble.status in (200, 404, 405):
                 raise _Trouble(
-                    f"{url} is no verl-bridge server ({trouble}): a server of Search-R1's has /retrieve alone, which "
+                    f"{url} is not a verl-bridge server ({trouble}): Search-R1's own server has only /retrieve, which "
                     "names no adapter version; start one with `verl-bridge serve` over the same index and corpus"
                 ) from None
             raise _Trouble(f"{trouble}; start it with `verl-bridge serve`, or correct the address") from None
@@ -253,7 +254,7 @@ class RetrievalClient:
                 try:
                     return read(body)
                 except ValueError as error:
-                    raise _Trouble(f"{url} gave an answer to {path} that is none: {error}", status=200) from None
+                    raise _Trouble(f"{url} returned an invalid response to {path}: {error}", status=200) from None
             except _Trouble as trouble:
                 if not trouble.again:
                     raise
@@ -325,7 +326,3 @@ class RetrievalClient:
             connector = aiohttp.TCPConnector(limit=256, keepalive_timeout=60.0)
             session = self._sessions[loop] = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return session
-
-
-def _failed(reason: str) -> dict[str, Any]:
-    return {"status": "error", "error": reason, "ids": [], "scores": [], "documents": [], "adapter_version": None}

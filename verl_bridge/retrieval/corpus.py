@@ -8,9 +8,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 import os
 import shutil
-import tempfile
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_bridge.files import cache_dir as default_cache_dir
-from verl_bridge.files import new_folder
+from verl_bridge.files import new_file, new_folder
+from verl_bridge.files import sha256 as sha256_of
 
 if TYPE_CHECKING:
     import numpy as np
+
+logger = logging.getLogger(__name__)
 
 CACHED_FROM = 1 << 20  # bytes; a smaller corpus is parsed as fast as a cache is read
 
@@ -72,7 +75,7 @@ def _parse(line: bytes, where: str) -> Document:
             'use {"id", "contents": "title\\ntext"} or {"id", "title", "text"}'
         )
     if not isinstance(title, str) or not (title or text).strip():
-        raise ValueError(f"{where}: the document is empty or its title is no string; fill it or drop the line")
+        raise ValueError(f"{where}: the document is empty or its title is not a string; fill it or drop the line")
     if not plain:
         try:
             f"{identifier}{title}{text}".encode()
@@ -90,29 +93,30 @@ def _digest(identifier: str) -> int:
 
 def _unpacked(path: Path, cache_dir: Path | None) -> Path:
     """The decompressed twin of a ``.gz`` file, named by the content of the archive, made once and atomically."""
-    with path.open("rb") as file:
-        key = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    key = sha256_of(path)[:16]
     beside = path.parent if os.access(path.parent, os.W_OK) else default_cache_dir()
     target = (cache_dir or beside) / f"{path.name.removesuffix('.gz').removesuffix('.jsonl')}-{key}.jsonl"
-    if target.exists():
-        return target
+    if not target.exists():
+        unpack(path, target)
+    return target
+
+
+def unpack(path: Path, target: Path) -> None:
+    """Decompresses the corpus ``path`` (.gz) into the file ``target``, which appears when complete.
+
+    Raises:
+        ValueError: it is not a complete gzip file, or there is no room; names the fix.
+    """
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with new_file(target, "wb") as out, gzip.open(path, "rb") as packed:
+            shutil.copyfileobj(packed, out, 1 << 20)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:  # the first is an OSError too
+        raise ValueError(f"corpus {path} is not a complete gzip file ({error}); download or pack it again") from None
     except OSError as error:
         raise ValueError(
-            f"corpus {path} cannot be unpacked into {target.parent} ({error.strerror}); "
-            "give a writable cache_dir or decompress the file yourself"
+            f"corpus {path} cannot be unpacked into {target.parent} ({error.strerror or error}); make room there, or "
+            "unpack it yourself and give the JSONL file"
         ) from None
-    try:
-        with os.fdopen(handle, "wb") as out, gzip.open(path, "rb") as packed:
-            shutil.copyfileobj(packed, out, 1 << 20)
-        os.chmod(temporary, 0o644)  # temporary files are private
-        os.replace(temporary, target)
-    except (OSError, EOFError, zlib.error) as error:
-        os.unlink(temporary)
-        raise ValueError(f"corpus {path} is no complete gzip file ({error}); download or pack it again") from None
-    return target
 
 
 class Corpus:
@@ -253,8 +257,14 @@ class Corpus:
                 checksums = {file: hashlib.blake2b(array_).hexdigest() for file, array_ in arrays.items()}
                 about = {"state": state, "sha256": self.sha256, "arrays": checksums}
                 (new / "corpus.json").write_text(json.dumps(about))
-        except OSError:  # read-only or full, or another process was first
-            pass
+        except OSError as error:  # read-only or full
+            if self._from_cache(self.path, folder, state) is not None:
+                return  # another process was first
+            logger.warning(
+                "what was read of corpus %s cannot be kept in %s (%s): the next start parses it again; make room there "
+                "or set VERL_BRIDGE_CACHE to another folder",
+                *(self.path, folder, error),
+            )
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

@@ -27,6 +27,7 @@ from typing import Any
 from verl_bridge.retrieval.replica import DEPLOYMENT, NAMESPACE, ApplicationKeeper, keeper_name
 from verl_bridge.retrieval.retriever import check_call, open_retriever
 from verl_bridge.retrieval.sharding import ATTEMPTS, PAUSE
+from verl_bridge.retrieval.wire import failed_answer
 
 POLL = 0.05  # seconds between two looks at the state of the application
 
@@ -35,26 +36,28 @@ class ServedRetriever:
     """A running application, in whatever process of the cluster; made by :func:`start_serving` or :func:`get_serving`.
 
     Only :meth:`search` is for event loops; call the others from a thread there (``asyncio.to_thread``).
+
+    Args:
+        name: of the application.
+        keeper: handle of its keeper.
+        deadline: seconds for a search, all its tries together.
     """
 
-    def __init__(self, name: str, keeper: Any) -> None:
+    def __init__(self, name: str, keeper: Any, deadline: float) -> None:
         from ray import serve
 
-        self.name, self._keeper = name, keeper
+        self.name, self._keeper, self.deadline = name, keeper, deadline
         self._handle = serve.get_app_handle(name)
 
-    async def search(
-        self, queries: Sequence[str], top_k: int | None = None, timeout: float = 60.0
-    ) -> list[dict[str, Any]]:
+    async def search(self, queries: Sequence[str], top_k: int | None = None) -> list[dict[str, Any]]:
         """One answer per query as :meth:`Retrieved.to_dict` gives it.
 
-        A replica that dies meanwhile is no failure: another one is asked. When there is no answer in time, or it
+        A replica that dies meanwhile is not a failure: another one is asked. When there is no answer in time, or it
         failed, every answer has status ``error``, the reason in ``error`` and None as ``adapter_version``.
 
         Args:
             queries: the texts.
             top_k: documents per query, the application's own number by default.
-            timeout: seconds for all tries together.
 
         Raises:
             ValueError: queries or ``top_k`` of another type or range.
@@ -65,7 +68,7 @@ class ServedRetriever:
         queries = check_call(queries, 1 if top_k is None else top_k)
         reason = ""
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(self.deadline):
                 for attempt in range(ATTEMPTS):
                     if attempt:
                         await asyncio.sleep(PAUSE)
@@ -77,9 +80,8 @@ class ServedRetriever:
                     except (RayError, RayServeException) as error:
                         reason = getattr(error, "message", None) or f"{type(error).__name__}: {_cause(str(error))}"
         except TimeoutError:
-            reason = f"no answer within {timeout:.0f} s {reason}".strip()
-        empty = {"ids": [], "scores": [], "documents": [], "adapter_version": None}
-        return [{"status": "error", "error": f"retriever {self.name!r}: {reason}", **empty} for _ in queries]
+            reason = f"no answer within {self.deadline:g} s {reason}".strip()
+        return [failed_answer(f"retriever {self.name!r}: {reason}") for _ in queries]
 
     def versions(self, timeout: float = 10.0) -> dict[str, int]:
         """The version that each running replica serves, by replica id; those that do not answer are left out."""
@@ -166,6 +168,7 @@ def start_serving(
     max_batch: int = 32,
     max_wait: float = 0.003,
     timeout: float = 300.0,
+    deadline: float = 30.0,
     max_replicas_per_node: int | None = None,
     ray_actor_options: dict[str, Any] | None = None,
     **settings: Any,
@@ -186,6 +189,7 @@ def start_serving(
             for one that is free: a smaller number spreads a burst more evenly.
         max_wait: seconds a query waits for company.
         timeout: seconds until all replicas must serve.
+        deadline: seconds for a search through what is returned; see :class:`ServedRetriever`.
         max_replicas_per_node: spreads replicas over nodes; 1 puts each on a node of its own.
         ray_actor_options: what else Ray places replicas and shards by: ``num_gpus`` (with ``device='cuda'``),
             ``memory``, ``resources``, ``accelerator_type``, ``label_selector``, ``runtime_env``.
@@ -222,7 +226,7 @@ def start_serving(
     try:
         ray.get(keeper.deploy.remote(), timeout=timeout)
         _wait_until_running(name, timeout)
-        return ServedRetriever(name, keeper)
+        return ServedRetriever(name, keeper, deadline)
     except BaseException as error:
         _stop(name, keeper)
         if isinstance(error, ray.exceptions.RayError):
@@ -230,13 +234,21 @@ def start_serving(
         raise
 
 
-def get_serving(name: str) -> ServedRetriever:
-    """The running application of that name, from any process of the cluster. Raises RuntimeError when there is none."""
+def get_serving(name: str, deadline: float = 30.0) -> ServedRetriever:
+    """The running application of that name, from any process of the cluster.
+
+    Args:
+        name: of the application.
+        deadline: seconds for a search; see :class:`ServedRetriever`.
+
+    Raises:
+        RuntimeError: there is none of that name.
+    """
     import ray
     from ray.serve.exceptions import RayServeException
 
     try:
-        return ServedRetriever(name, ray.get_actor(keeper_name(name), namespace=NAMESPACE))
+        return ServedRetriever(name, ray.get_actor(keeper_name(name), namespace=NAMESPACE), deadline)
     except (ValueError, RayServeException):
         raise RuntimeError(f"no retriever {name!r} is served in this Ray cluster; call start_serving first") from None
 

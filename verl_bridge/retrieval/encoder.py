@@ -9,50 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_bridge.files import new_folder
 from verl_bridge.retrieval.families import get_family
+from verl_bridge.retrieval.lengths import length_groups
 from verl_bridge.retrieval.precision import resolve_dtype
 
 if TYPE_CHECKING:
     import torch
 
-
-# Texts longer than this are cut by every encoder in use, so they cost no more.
-LONGEST_TEXT = 2048
+LORA_ALPHA = 32.0  # LoRA's scale is this over the rank [ours]
 
 
 def is_hub_name(name: str) -> bool:
     """Whether an encoder's name has to mean the hub: no folder of that name, and not written like a path."""
     return not Path(name).exists() and not name.startswith(("/", "./", "../", "~")) and name.count("/") <= 1
-
-
-def length_groups(texts: Sequence[str], most: int, characters: int | None = None) -> Iterator[list[int]]:
-    """Positions of texts to encode together, shortest first: a group is padded to its longest text.
-
-    Args:
-        texts: what is to be encoded.
-        most: texts in a group.
-        characters: bound on a group's longest text times its number of texts; None sets none.
-    """
-    group: list[int] = []
-    shortest = 0
-    for position in sorted(range(len(texts)), key=lambda i: len(texts[i])):
-        length = min(len(texts[position]), LONGEST_TEXT)
-        full = len(group) == most or (characters is not None and length * (len(group) + 1) > characters)
-        # one long query among many short ones would cost as much as a whole group of long ones
-        if group and (full or length > 4 * shortest + 64):
-            yield group
-            group = []
-        if not group:
-            shortest = length
-        group.append(position)
-    if group:
-        yield group
 
 
 class BaseEncoder:
@@ -226,17 +201,18 @@ class QueryEncoder:
     """Queries through the base plus a trainable LoRA adapter; a fresh adapter changes nothing.
 
     ``adapter_version`` counts the states of the adapter: whoever changes the weights raises it, whoever serves reports
-    it. Not thread-safe: one thread owns an encoder.
+    it. Not thread-safe: one thread owns an encoder. The adapter is on every linear layer but the pooler, which mean
+    pooling never runs through (BERT: query, key, value and the dense layers).
 
     Args:
         base: the shared base model, one query encoder each.
         family: the encoder family, whose query prefix is used when none is given; see ``families.py``.
         query_prefix: put before every query ("query: " for E5); None is the family's, or none.
         lora_rank: rank of the adapter, 16 in the paper.
-        lora_alpha: LoRA scale numerator, 32 [ours].
-        target_modules: ``auto`` adapts every linear layer but the pooler, which mean pooling never runs through
-            (BERT: query, key, value and the dense layers); else module names as peft takes them.
         seed: of the adapter's initial A matrices.
+
+    Raises:
+        ValueError: the base carries an adapter already, or an unknown family.
     """
 
     def __init__(
@@ -246,8 +222,6 @@ class QueryEncoder:
         family: str | None = None,
         query_prefix: str | None = None,
         lora_rank: int = 16,
-        lora_alpha: float = 32.0,
-        target_modules: str | Sequence[str] = "auto",
         seed: int = 0,
     ) -> None:
         import torch
@@ -257,15 +231,14 @@ class QueryEncoder:
         if base.adapter is not None:
             raise ValueError(f"encoder {base.name!r} already carries an adapter; share one QueryEncoder instead")
         base.fingerprint  # noqa: B018  hashed before the adapter's layers wrap the base
-        auto = target_modules == "auto"
         config = LoraConfig(
             r=lora_rank,
-            lora_alpha=lora_alpha,
+            lora_alpha=LORA_ALPHA,
             lora_dropout=0.0,
             base_model_name_or_path=base.name,
             revision=base.revision,
-            target_modules="all-linear" if auto else target_modules,
-            exclude_modules=r".*pooler.*" if auto else None,
+            target_modules="all-linear",
+            exclude_modules=r".*pooler.*",
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -286,7 +259,7 @@ class QueryEncoder:
         """Vectors of queries with the current adapter.
 
         Args:
-            queries: the texts; serving and training pass the same string, the prefix is added here alone.
+            queries: the texts; serving and training pass the same string, the prefix is added only here.
             training: keep the graph, so that gradients reach the adapter; values are the same either way.
             compute_dtype: ``bfloat16`` does the matrix products in it, under autocast; the adapter stays in float32.
 
@@ -305,6 +278,10 @@ class QueryEncoder:
         """The trainable parameters by name, in a fixed order."""
         return {name: p for name, p in self.base.adapter.named_parameters() if p.requires_grad}
 
+    def file_names(self) -> dict[str, str]:
+        """What PEFT calls each of :meth:`lora_parameters` in its files, which leave the adapter's name out."""
+        return {name: name.replace(".default.", ".") for name in self.lora_parameters()}
+
     def adapter_state(self) -> dict[str, torch.Tensor]:
         """A copy of the adapter's tensors by name."""
         return {name: p.detach().clone() for name, p in self.lora_parameters().items()}
@@ -318,7 +295,7 @@ class QueryEncoder:
         if shapes != {name: tuple(value.shape) for name, value in state.items()}:
             raise ValueError(
                 f"the adapter does not fit encoder {self.base.name!r}: {len(state)} tensors for {len(shapes)} "
-                "parameters or other shapes; use the lora_rank, target modules and encoder it was trained with"
+                "parameters or other shapes; use the lora_rank and encoder it was trained with"
             )
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -328,15 +305,16 @@ class QueryEncoder:
     def save_adapter(self, directory: str | os.PathLike, state: dict[str, torch.Tensor] | None = None) -> None:
         """Writes the adapter in PEFT format, or ``state`` in its place; the folder appears when complete."""
         with new_folder(directory) as folder:
-            self.base.adapter.save_pretrained(folder, safe_serialization=True, state_dict=state)
+            # never the embeddings, which nothing changes: to be sure of that, peft would ask the hub at every save
+            self.base.adapter.save_pretrained(folder, save_embedding_layers=False, state_dict=state)
             (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
 
     def adapter_bytes(self) -> bytes:
         """The adapter's tensors as the bytes of PEFT's ``adapter_model.safetensors``."""
         from safetensors.torch import save
 
-        # PEFT leaves the adapter's name out of its files
-        return save({name.replace(".default.", "."): p.detach().cpu() for name, p in self.lora_parameters().items()})
+        names = self.file_names()
+        return save({names[name]: p.detach().cpu() for name, p in self.lora_parameters().items()})
 
     def load_adapter(self, source: str | os.PathLike | bytes, version: int) -> None:
         """Takes over a saved adapter; on an error nothing changes.
@@ -346,7 +324,7 @@ class QueryEncoder:
             version: the version it serves as.
 
         Raises:
-            ValueError: it is missing, no safetensors file, not finite, or does not fit.
+            ValueError: it is missing, not a safetensors file, not finite, or does not fit.
         """
         import torch
         from safetensors import SafetensorError
@@ -369,7 +347,7 @@ class QueryEncoder:
         state = {key: value.float() for key, value in state.items()}
         if not all(torch.isfinite(value).all() for value in state.values()):
             raise ValueError(f"{place} holds values that are not finite; use the one before it")
-        names = {name.replace(".default.", "."): name for name in self.lora_parameters()}
+        names = {file: name for name, file in self.file_names().items()}
         self.set_adapter_state({names.get(key, key): value for key, value in state.items()}, version)
 
 
@@ -388,8 +366,12 @@ def load_encoders(
 ) -> tuple[QueryEncoder, DocumentEncoder]:
     """A query and a document encoder over one base model in memory; ``base`` goes to :class:`BaseEncoder`.
 
-    What is left at None comes from the family, and without a family from the model; prefixes are then empty.
+    What is left at None comes from the family, and without a family from the model; prefixes are then empty. From then
+    on transformers shows no progress bars in this process: an error has to be the first thing to be seen.
     """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     known = get_family(family)
     if known is not None:
         pooling = known.pooling if pooling is None else pooling

@@ -28,6 +28,9 @@ class ExactSearch:
         compute_dtype: of the copy in memory: ``float32`` (scores are exact at once), ``bfloat16``, ``float16`` (GPU),
             or ``auto``.
         device: torch device that holds the copy.
+
+    Raises:
+        ValueError: an unknown compute_dtype, or a vector that is not finite.
     """
 
     def __init__(self, vectors: np.ndarray, *, compute_dtype: str = "auto", device: str = "cpu") -> None:
@@ -123,7 +126,7 @@ class ExactSearch:
 
 
 class NoSearch:
-    """Stands where a search would be for who only looks vectors up: a search may be gigabytes of memory.
+    """Stands where a search would be for whoever only looks vectors up: a search may be gigabytes of memory.
 
     Args:
         vectors: shape (documents, dim).
@@ -134,7 +137,7 @@ class NoSearch:
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Raises RuntimeError."""
-        raise RuntimeError("this index was opened for its vectors alone; open it with searchable=True")
+        raise RuntimeError("this index was opened only for its vectors; open it with searchable=True")
 
 
 def _top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -51,7 +51,7 @@ def set_search_parameters(index: Any, parameters: str) -> None:
 
     Args:
         index: a FAISS index; None for exact search, which has nothing to set.
-        parameters: ``name=value``, several by commas.
+        parameters: ``name=value``, comma-separated.
 
     Raises:
         ValueError: not of that form, or a parameter that the index does not have.
@@ -138,7 +138,7 @@ def _lengths(vectors: np.ndarray) -> tuple[float, float]:
 
 
 def give_back_vectors(index: Any) -> None:
-    """Makes ``reconstruct_batch`` work: an inverted file needs a table of where each row went (8 bytes a document)."""
+    """Makes ``reconstruct_batch`` work: an inverted file needs a table of where rows went (8 bytes per document)."""
     import faiss
 
     inverted = faiss.try_extract_index_ivf(index)

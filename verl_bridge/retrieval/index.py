@@ -11,23 +11,11 @@ from typing import TYPE_CHECKING, Any
 from verl_bridge.retrieval.build import build_index
 from verl_bridge.retrieval.corpus import Corpus
 from verl_bridge.retrieval.encoder import DocumentEncoder, QueryEncoder
-from verl_bridge.retrieval.manifest import check_index, damaged, manifest_settings, match, read_manifest, read_vectors
+from verl_bridge.retrieval.manifest import check_index, damaged, match, read_vectors
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-__all__ = [
-    "DocumentIndex",
-    "Hits",
-    "StoredIndex",
-    "check_index",
-    "compare_vectors",
-    "manifest_settings",
-    "open_index",
-    "read_manifest",
-    "read_vectors",
-]
 
 
 @dataclass(frozen=True)
@@ -145,6 +133,10 @@ class DocumentIndex:
             searcher: searches these vectors elsewhere (the call of a FAISS index); then nothing is made ready here.
             searchable: False makes nothing ready for search where the vectors are kept; they can be looked up.
             verify: compare the files' checksums.
+
+        Raises:
+            ValueError: see :func:`open_index`; also search parameters or a device that do not fit this kind of index, a
+                vector that is not finite, or a ``searcher`` of another index.
         """
         from verl_bridge.retrieval.exact import ExactSearch, NoSearch
         from verl_bridge.retrieval.faiss_index import give_back_vectors, set_search_parameters, to_gpu

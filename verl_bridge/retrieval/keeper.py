@@ -22,8 +22,8 @@ class Keeper:
 
         Args:
             version: the adapter version.
-            state: everything needed to go on from there: a learner's state, or the adapter's bytes of who serves only.
-            done: the name of the update that led there and its result, for who asks for that update again.
+            state: everything needed to go on from there: a learner's state, or where nobody learns the adapter's bytes.
+            done: the name of the update that led there and its result, for whoever asks for that update again.
         """
         self._version, self._state, self._done = version, state, done
 

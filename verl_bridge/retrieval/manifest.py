@@ -7,13 +7,13 @@ are the index for exact search) and, for other FAISS factories, ``index.faiss``.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_bridge.files import sha256
 from verl_bridge.retrieval.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
 
 
 class _Format(ValueError):
-    """Another format is not a damage."""
+    """Another format, which is not damage."""
 
 
 def read_vectors(directory: str | os.PathLike) -> np.ndarray:
@@ -115,13 +115,13 @@ def read_vectors(directory: str | os.PathLike) -> np.ndarray:
 
 
 def faiss_header(file: str | os.PathLike) -> tuple[bytes, int, int]:
-    """Kind (four letters), number of vectors and dimension of a FAISS file. Raises ValueError when it is none."""
+    """Kind (four letters), number of vectors and dimension of a FAISS file. Raises ValueError when it is not one."""
     with Path(file).open("rb") as opened:
         start = opened.read(16)
     # FAISS: four letters, the dimension as int32, the number of vectors as int64
     kind, dim, count = struct.unpack("<4siq", start) if len(start) == 16 else (b"", 0, 0)
     if not kind.startswith(b"I") or dim < 1 or count < 0:
-        raise ValueError(f"{file} is no FAISS index; give an index folder or a file that faiss.write_index wrote")
+        raise ValueError(f"{file} is not a FAISS index; give an index folder or a file that faiss.write_index wrote")
     return kind, count, dim
 
 
@@ -155,15 +155,9 @@ def check_index(path: str | os.PathLike, *, verify: bool = False) -> dict[str, A
             if header != said:
                 reason = f"its header does not say {said[0]} documents of dimension {said[1]}"
                 raise damaged(file, path, reason)
-        if verify and checksum(path / file) != wanted["sha256"]:
+        if verify and sha256(path / file) != wanted["sha256"]:
             raise damaged(file, path, "its SHA-256 is not the one in manifest.json")
     return manifest
-
-
-def checksum(file: Path) -> str:
-    """SHA-256 of a file."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def manifest_settings(path: str | os.PathLike) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-COMPUTE_DTYPES = ("float32", "bfloat16", "float16", "auto")
+from verl_bridge.config.schema import DTYPES
 
 
 def resolve_dtype(compute_dtype: str, device: str) -> str:
@@ -13,8 +13,8 @@ def resolve_dtype(compute_dtype: str, device: str) -> str:
     """
     import torch
 
-    if compute_dtype not in COMPUTE_DTYPES:
-        raise ValueError(f"compute_dtype {compute_dtype!r} is not supported; use one of {', '.join(COMPUTE_DTYPES)}")
+    if compute_dtype not in DTYPES:
+        raise ValueError(f"compute_dtype {compute_dtype!r} is not supported; use one of {', '.join(DTYPES)}")
     on_cpu = torch.device(device).type == "cpu"
     if compute_dtype == "float16" and on_cpu:
         raise ValueError("compute_dtype 'float16' needs a GPU; use 'bfloat16', 'float32' or 'auto' on a CPU")

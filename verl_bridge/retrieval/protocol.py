@@ -1,6 +1,6 @@
 """The service's wire: what it reads and answers, as models for checking and for the OpenAPI description.
 
-Types are strict: "3" and true are no integers (3.0 is one, as in any JSON schema). The two endpoints that existing
+Types are strict: "3" and true are not integers (3.0 is one, as in any JSON schema). The two endpoints that existing
 clients call (Search-R1's ``/retrieve``, verl-tool's ``/get_observation``) ignore fields they do not know, as those
 clients' own servers do.
 """
@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 from verl_bridge.qa.actions import CORRECTION, NOTHING_FOUND, RETRIEVAL_FAILED, Action, format_observation, parse_action
 from verl_bridge.retrieval.corpus import Document
+from verl_bridge.retrieval.wire import one_line
 
 RETRIEVE_TOP_K = 3  # Search-R1's default
 MAX_QUERIES = 4096  # Search-R1 sends one request for a whole batch of rollouts: 512 prompts × 5 are 2,560
@@ -23,7 +24,6 @@ MAX_FIELDS = 32  # in a request's object
 MAX_TOP_K = 1000
 MAX_DOCUMENTS = 65_536  # queries × top_k, which bounds an answer's size
 MAX_BODY = 16 << 20  # bytes
-LONGEST_REASON = 300  # characters of an error's reason
 MAX_VERSION = 2**53 - 1  # what every JSON reader can hold
 
 
@@ -36,14 +36,8 @@ class Invalid(ValueError):
     """
 
     def __init__(self, reason: str, status: int = 422) -> None:
-        super().__init__(short(reason))
+        super().__init__(one_line(reason))
         self.status = status
-
-
-def short(text: str) -> str:
-    """Text as one line of bounded length."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * LONGEST_REASON]).split())
-    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 1] + "…"
 
 
 def _whole(value: Any) -> Any:
@@ -207,10 +201,10 @@ class Refusal(BaseModel):
 
 
 def read_json(body: bytes, model: type[BaseModel]) -> Any:
-    """A checked request. orjson reads first: unlike pydantic it refuses NaN, which is no JSON.
+    """A checked request. orjson reads first: unlike pydantic it refuses NaN, which is not JSON.
 
     Raises:
-        Invalid: no JSON, or not what the model describes; the reason names the field.
+        Invalid: not JSON, or not what the model describes; the reason names the field.
     """
     try:
         value = orjson.loads(body)
@@ -259,12 +253,6 @@ def read_actions(request: Any) -> list[Action | None]:
             raise Invalid(f"{name}: {len(values)} entries for {count} actions")
     finish = request.finish or [False] * count
     return [None if done else parse_action(turn) for turn, done in zip(request.actions, finish, strict=True)]
-
-
-def no_answer(reason: str) -> dict[str, Any]:
-    """The answer to a query that could not be searched for, in the form of ``Retrieved.to_dict``."""
-    failed = {"status": "error", "error": short(reason), "ids": [], "scores": [], "documents": []}
-    return failed | {"adapter_version": None}
 
 
 def observe(action: Action | None, answer: dict[str, Any] | None, shown: int) -> tuple[dict[str, Any], bool, bool]:

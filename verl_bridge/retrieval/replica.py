@@ -9,14 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_bridge.retrieval.keeper import Keeper
-from verl_bridge.retrieval.retriever import Retriever, check_call, open_retriever
+from verl_bridge.retrieval.retriever import Call, Retriever, answer_calls, check_call, open_retriever
 from verl_bridge.retrieval.sharding import IndexShard, ShardedSearch, own_thread
 
 NAMESPACE = "verl_bridge"
 DEPLOYMENT = "retriever"
-
-Call = tuple[list[str], int]
-"""Queries and how many documents each is to get."""
 
 
 def keeper_name(name: str) -> str:
@@ -71,7 +68,7 @@ class Replica:
         return await self._gather((check_call(queries, top_k), top_k))
 
     async def _answer_all(self, calls: list[Call]) -> list[list[dict[str, Any]]]:
-        answers = await self._run(_search, self._retriever, calls, self._max_batch)
+        answers = await self._run(answer_calls, self._retriever, calls, self._max_batch)
         self._answered += sum(map(len, answers))
         return answers
 
@@ -90,26 +87,12 @@ class Replica:
 
 
 def _open(settings: dict[str, Any], shards: Sequence[Any]) -> Retriever:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     return open_retriever(**settings, searcher=ShardedSearch(shards) if shards else None)
 
 
 def _batch_size(calls: list[Call]) -> int:
     """Queries in a batch. A call with more than a batch holds goes alone: its answers are to be of one version."""
     return 1 if len(calls) == 1 else sum(len(queries) for queries, _ in calls)
-
-
-def _search(retriever: Retriever, calls: list[Call], max_batch: int) -> list[list[dict[str, Any]]]:
-    found: dict[int, list[dict[str, Any]]] = {}
-    for depth in {top_k for _, top_k in calls}:  # nearly always one
-        group = [i for i, (_, top_k) in enumerate(calls) if top_k == depth]
-        queries = [query for i in group for query in calls[i][0]]
-        parts = (retriever.search(queries[i : i + max_batch], depth) for i in range(0, len(queries), max_batch))
-        answers = (answer.to_dict() for part in parts for answer in part)
-        found |= {i: [next(answers) for _ in calls[i][0]] for i in group}
-    return [found[i] for i in range(len(calls))]
 
 
 def _try(retriever: Retriever, adapter: bytes) -> None:

@@ -11,6 +11,10 @@ from verl_bridge.retrieval.corpus import Corpus, Document
 from verl_bridge.retrieval.encoder import QueryEncoder
 from verl_bridge.retrieval.index import DocumentIndex
 from verl_bridge.retrieval.serving import ServingEncoder
+from verl_bridge.trace import readable
+
+Call = tuple[list[str], int]
+"""Queries, and how many documents each is to get."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,13 @@ def check_call(queries: Sequence[str], top_k: int) -> list[str]:
     """The queries as text that a tokenizer can read: half of a surrogate pair becomes a question mark.
 
     Raises:
-        ValueError: ``queries`` is no sequence of strings, or ``top_k`` no integer of at least 1.
+        ValueError: ``queries`` is not a sequence of strings, or ``top_k`` not an integer of at least 1.
     """
     if isinstance(queries, str) or not isinstance(queries, Sequence) or not all(isinstance(q, str) for q in queries):
         raise ValueError(f"queries are {str(queries)[:80]!r}; give a list of strings")
     if type(top_k) is not int or top_k < 1:
         raise ValueError(f"top_k is {top_k!r}; ask for at least 1 document, as an integer")
-    return [query.encode("utf-8", "replace").decode() for query in queries]
+    return [readable(query) for query in queries]
 
 
 class Retriever:
@@ -82,6 +86,9 @@ class Retriever:
         index: their index.
         encoder: the query encoder, whose ``adapter_version`` stamps the answers, or its faster serving copy.
         top_k: candidates per query unless a call says otherwise.
+
+    Raises:
+        ValueError: ``top_k`` below 1, or an index of another size than the corpus or dimension than the encoder.
     """
 
     def __init__(
@@ -127,6 +134,24 @@ class Retriever:
         self.encoder.load_adapter(source, version)
 
 
+def answer_calls(retriever: Retriever, calls: Sequence[Call], max_batch: int) -> list[list[dict[str, Any]]]:
+    """The answers to several calls that share encoder batches, as :meth:`Retrieved.to_dict` gives them.
+
+    Args:
+        retriever: searches; its adapter does not change meanwhile.
+        calls: whose queries :func:`check_call` has passed.
+        max_batch: most queries in one encoder batch. A call may hold more.
+    """
+    found: dict[int, list[dict[str, Any]]] = {}
+    for depth in {top_k for _, top_k in calls}:  # nearly always one
+        group = [i for i, (_, top_k) in enumerate(calls) if top_k == depth]
+        queries = [query for i in group for query in calls[i][0]]
+        parts = (retriever.search(queries[i : i + max_batch], depth) for i in range(0, len(queries), max_batch))
+        answers = (answer.to_dict() for part in parts for answer in part)
+        found |= {i: [next(answers) for _ in calls[i][0]] for i in group}
+    return [found[i] for i in range(len(calls))]
+
+
 def open_retriever(
     *,
     corpus: str | os.PathLike,
@@ -145,7 +170,6 @@ def open_retriever(
     search_dtype: str = "auto",
     search_parameters: str | None = None,
     device: str = "cpu",
-    cache_dir: str | os.PathLike | None = None,
     seed: int = 0,
     searcher: Any = None,
     searchable: bool = True,
@@ -171,10 +195,9 @@ def open_retriever(
         search_dtype: number format of the first pass of an exact search.
         search_parameters: FAISS's, such as ``nprobe=32``; None are the manifest's.
         device: torch device of encoder and search.
-        cache_dir: where a ``.gz`` corpus is unpacked.
         seed: of the adapter's start.
         searcher: searches the index's vectors elsewhere; see ``DocumentIndex.load``.
-        searchable: False for who only looks vectors up, such as a learner: nothing is made ready for search.
+        searchable: False for whoever only looks vectors up, such as a learner: nothing is made ready for search.
         verify: compare the checksums of the index's files, which reads them once.
 
     Raises:
@@ -197,7 +220,7 @@ def open_retriever(
     name = settings.pop("encoder")
     if not name:
         raise ValueError(f"{index} does not say which encoder made it; give the encoder")
-    opened = Corpus.open(corpus, cache_dir)
+    opened = Corpus.open(corpus)
     queries, documents = load_encoders(name, lora_rank=lora_rank, device=device, seed=seed, **settings)
     loaded = DocumentIndex.load(
         index,

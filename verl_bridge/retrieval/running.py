@@ -71,6 +71,6 @@ def serve(app: Any, listener: socket.socket, *, ready: Callable[[], None], grace
         timeout_graceful_shutdown=graceful_seconds,
     )
     if threading.current_thread() is threading.main_thread():
-        # uvicorn raises the signal once more when it is done; an end by SIGTERM is no failure here
+        # uvicorn raises the signal once more when it is done; an end by SIGTERM is not a failure here
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     _Server(config, ready).run(sockets=[listener])

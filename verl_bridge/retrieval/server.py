@@ -20,8 +20,9 @@ from verl_bridge.retrieval import protocol
 from verl_bridge.retrieval.asgi import OPEN_PATHS, Gate, check_type, json_response, read_body, unless_gone
 from verl_bridge.retrieval.batching import Busy
 from verl_bridge.retrieval.metrics import CONTENT_TYPE, ServerMetrics
-from verl_bridge.retrieval.protocol import Invalid, short
+from verl_bridge.retrieval.protocol import Invalid
 from verl_bridge.retrieval.service import RetrieverService, VersionConflict
+from verl_bridge.retrieval.wire import failed_answer, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def _add_searches(
         try:
             answers = await unless_gone(request, service.submit(queries, top_k))
         except Busy as busy:
-            raise HTTPException(503, short(str(busy)), {"Retry-After": str(busy.retry_after)}) from None
+            raise HTTPException(503, one_line(str(busy)), {"Retry-After": str(busy.retry_after)}) from None
         except HTTPException:
             raise
         except Exception:
@@ -149,7 +150,7 @@ def _add_searches(
         actions = _checked(protocol.read_actions, call)
         queries = {i: a.content for i, a in enumerate(actions) if a is not None and a.kind == "search"}
         answers = {
-            i: protocol.no_answer("the query is too long") for i, q in queries.items() if len(q) > models.longest_query
+            i: failed_answer("the query is too long") for i, q in queries.items() if len(q) > models.longest_query
         }
         asked = [i for i in queries if i not in answers]
         if asked:
@@ -159,7 +160,7 @@ def _add_searches(
                 raise
             except Exception as error:  # the model has to read something, and nothing that looks like evidence
                 logger.exception("a retrieval failed")
-                found = [protocol.no_answer(str(error) or type(error).__name__)] * len(asked)
+                found = [failed_answer(str(error) or type(error).__name__)] * len(asked)
             answers |= zip(asked, found, strict=True)
         turns = [protocol.observe(action, answers.get(i), shown) for i, action in enumerate(actions)]
         observations, dones, valids = zip(*turns, strict=True)
@@ -203,9 +204,9 @@ def _add_adapter(app: FastAPI, service: RetrieverService, token: str | None) -> 
         try:
             await service.publish(body, version, replace == ["true"])
         except VersionConflict as error:
-            raise HTTPException(409, short(str(error))) from None
+            raise HTTPException(409, one_line(str(error))) from None
         except ValueError as error:
-            raise HTTPException(422, short(str(error))) from None
+            raise HTTPException(422, one_line(str(error))) from None
         return json_response({"adapter_version": version})
 
 
@@ -235,7 +236,7 @@ def _checked(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return json_response({"detail": f"the retriever failed: {short(str(error)) or type(error).__name__}"}, 500)
+    return json_response({"detail": f"the retriever failed: {one_line(str(error)) or type(error).__name__}"}, 500)
 
 
 def _responses(token: str | None, *statuses: int) -> dict[int | str, dict[str, Any]]:

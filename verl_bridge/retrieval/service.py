@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl_bridge.files import sha256
 from verl_bridge.retrieval.batching import Batcher
 from verl_bridge.retrieval.precision import set_threads
-from verl_bridge.retrieval.retriever import Retriever, check_call, open_retriever
+from verl_bridge.retrieval.retriever import Call, Retriever, answer_calls, check_call, open_retriever
 
 
 class VersionConflict(ValueError):
@@ -67,14 +68,10 @@ class RetrieverService:
         self._published: dict[int, str] = {}  # version → SHA-256 of the bytes
 
         def build() -> tuple[Retriever, Any]:
-            from transformers.utils import logging
-
-            logging.disable_progress_bar()
             retriever = open_retriever(corpus=corpus, index=index, **settings)
             if adapter is not None:
                 retriever.load_adapter(adapter, adapter_version)
-                data = (Path(adapter) / "adapter_model.safetensors").read_bytes()
-                self._published[adapter_version] = hashlib.sha256(data).hexdigest()
+                self._published[adapter_version] = sha256(Path(adapter) / "adapter_model.safetensors")
             learner = None if updater is None else updater(retriever.encoder.queries, retriever.index)
             return retriever, learner
 
@@ -109,18 +106,8 @@ class RetrieverService:
         """
         return await self.submit(queries, top_k)
 
-    def _search(self, calls: list[tuple[list[str], int]]) -> list[list[dict[str, Any]]]:
-        found: dict[int, list[dict[str, Any]]] = {}
-        for depth in {top_k for _, top_k in calls}:  # nearly always one
-            group = [i for i, (_, top_k) in enumerate(calls) if top_k == depth]
-            queries = [query for i in group for query in calls[i][0]]
-            answers: list[dict[str, Any]] = []
-            for start in range(0, len(queries), self._batcher.max_batch):  # a call may be larger than a batch
-                part = self._retriever.search(queries[start : start + self._batcher.max_batch], depth)
-                answers += [answer.to_dict() for answer in part]
-            rest = iter(answers)
-            found |= {i: [next(rest) for _ in calls[i][0]] for i in group}
-        return [found[i] for i in range(len(calls))]
+    def _search(self, calls: list[Call]) -> list[list[dict[str, Any]]]:
+        return answer_calls(self._retriever, calls, self._batcher.max_batch)
 
     async def scores(self, queries: Sequence[str], ids: Sequence[Sequence[str]]) -> list[list[float]]:
         """Scores of these documents for every query, by the stored vectors. Raises KeyError for an unknown id."""
@@ -178,14 +165,14 @@ class RetrieverService:
                 every one begins at version 0.
 
         Raises:
-            ValueError: it is no safetensors file or does not fit, or the version is negative. The old one serves on.
+            ValueError: it is not a safetensors file or does not fit, or the version is negative. The old one serves on.
             VersionConflict: other bytes were published under this version.
         """
         await self._batcher.run(self._publish, adapter, version, replace)
 
     def _publish(self, adapter: bytes, version: int, replace: bool) -> None:
         if type(version) is not int or version < 0:
-            raise ValueError(f"adapter version {version!r} is no whole number of at least 0")
+            raise ValueError(f"adapter version {version!r} is not a whole number of at least 0")
         serving, current = self._adapter()
         known = current if version == serving else self._published.get(version)
         digest = hashlib.sha256(adapter).hexdigest()
@@ -203,12 +190,8 @@ class RetrieverService:
         """Bytes of the adapter's file."""
         return await self._batcher.run(lambda: len(self._retriever.encoder.queries.adapter_bytes()))
 
-    async def load_adapter(self, directory: str, version: int) -> None:
-        """Serves a saved adapter from the next search on, for evaluation without a learner."""
-        await self._batcher.run(self._changed, self._retriever.load_adapter, directory, version)
-
     async def save_adapter(self, directory: str) -> None:
-        """Writes the serving adapter alone, in PEFT's format."""
+        """Writes only the serving adapter, in PEFT's format."""
         await self._batcher.run(self._retriever.encoder.save_adapter, directory)
 
     # ---- the learner ----

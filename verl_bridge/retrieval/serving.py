@@ -90,8 +90,8 @@ class ServingEncoder:
         self.queries.save_adapter(directory)
 
     def describe(self) -> dict[str, Any]:
-        """The query encoder's description and the number format it serves in."""
-        return {**self.queries.describe(), "serving_dtype": self.compute_dtype}
+        """See :meth:`QueryEncoder.describe`."""
+        return self.queries.describe()
 
 
 def _lora_layers(model: Any) -> dict[str, Any]:

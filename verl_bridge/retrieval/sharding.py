@@ -1,6 +1,7 @@
 """An exact index in slices: every shard searches its own documents, and the best of all are merged.
 
-A shard holds vectors alone: no encoder, no text and so no adapter version. Who asks has those. See ``deployment.py``.
+A shard holds only vectors: no encoder, no text and so no adapter version; whoever asks has those. See
+``deployment.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Reads what a retrieval server sent. Nothing of it is trusted: shape, counts, numbers and text are looked at."""
+"""What a client and a server have in common, and reading what a server sent.
+
+Nothing of that is trusted: shape, counts, numbers and text are looked at.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,19 @@ from math import isfinite
 from typing import Any
 
 LONGEST_WAIT = 10.0  # seconds; no server makes a client wait longer before it tries again
-REASON = 300  # characters kept of what a server says about an error
+LONGEST_REASON = 300  # characters of an error's reason
+
+
+def one_line(text: str) -> str:
+    """Text from elsewhere as one short line that can go into a log."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * LONGEST_REASON]).split())
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 1] + "…"
+
+
+def failed_answer(reason: str) -> dict[str, Any]:
+    """The answer to a query that could not be searched for, in the form of ``Retrieved.to_dict``."""
+    failed = {"status": "error", "error": one_line(reason), "ids": [], "scores": [], "documents": []}
+    return failed | {"adapter_version": None}
 
 
 def read_results(body: bytes, queries: int, top_k: int | None) -> list[dict[str, Any]]:
@@ -26,22 +41,23 @@ def read_results(body: bytes, queries: int, top_k: int | None) -> list[dict[str,
 
 
 def _result(result: Any, version: int, top_k: int | None) -> dict[str, Any]:
-    _need(isinstance(result, dict), "a result is no object")
+    _need(isinstance(result, dict), "a result is not an object")
     _need(_version_of(result) == version, f"a result of version {result.get('adapter_version')} in one of {version}")
     status, error = result.get("status"), result.get("error")
     good = (status == "ok" and error is None) or (status == "error" and isinstance(error, str))
     _need(good, f"status {str(status)[:20]!r} with error {str(error)[:80]!r}")
     ids, scores, documents = (result.get(key) for key in ("ids", "scores", "documents"))
-    _need(all(isinstance(column, list) for column in (ids, scores, documents)), "ids, scores, documents are no lists")
+    _need(all(isinstance(column, list) for column in (ids, scores, documents)), "ids, scores, documents are not lists")
     sizes = (len(ids), len(scores), len(documents))
     _need(len(set(sizes)) == 1, f"{sizes[0]} ids, {sizes[1]} scores, {sizes[2]} documents")
     _need(top_k is None or sizes[0] <= top_k, f"{sizes[0]} documents where {top_k} were asked for")
     _need(status == "ok" or sizes[0] == 0, "documents beside an error")
-    _need(all(isinstance(i, str) and i for i in ids), "an id that is no text")
-    _need(all(type(score) in (int, float) and isfinite(score) for score in scores), "a score that is no finite number")
+    _need(all(isinstance(i, str) and i for i in ids), "an id that is not text")
+    finite = all(type(score) in (int, float) and isfinite(score) for score in scores)
+    _need(finite, "a score that is not a finite number")
     read = []
     for identifier, document in zip(ids, documents, strict=True):
-        _need(isinstance(document, dict), "a document is no object")
+        _need(isinstance(document, dict), "a document is not an object")
         fields = {key: document.get(key) for key in ("id", "title", "text")}
         _need(all(isinstance(value, str) for value in fields.values()), "a document without id, title or text")
         _need(fields["id"] == identifier, f"document {fields['id'][:80]!r} under the id {identifier[:80]!r}")
@@ -69,7 +85,7 @@ def _json(body: bytes) -> dict[str, Any]:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"not JSON ({one_line(str(error))})") from None
-    _need(isinstance(answer, dict), "no JSON object")
+    _need(isinstance(answer, dict), "not a JSON object")
     return answer
 
 
@@ -94,11 +110,6 @@ def read_health(body: bytes) -> dict[str, Any]:
     return answer | {"encoder": one_line(answer["encoder"])}
 
 
-def one_line(text: str) -> str:
-    """Text from elsewhere as one short line that can go into a log."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * REASON]).split())[:REASON]
-
-
 def read_reason(body: bytes) -> str:
     """The reason in an error's body."""
     import orjson
@@ -107,7 +118,7 @@ def read_reason(body: bytes) -> str:
         detail = orjson.loads(body)["detail"]
         text = detail if isinstance(detail, str) else orjson.dumps(detail).decode()
     except (ValueError, KeyError, TypeError):
-        text = body[: 4 * REASON].decode("utf-8", "replace")
+        text = body[: 4 * LONGEST_REASON].decode("utf-8", "replace")
     return one_line(text) or "no reason given"
 
 

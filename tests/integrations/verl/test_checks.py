@@ -7,7 +7,8 @@ from omegaconf import OmegaConf
 
 from verl_bridge.config import load_settings
 from verl_bridge.config.schema import ConfigError
-from verl_bridge.integrations.verl.checks import check_gold_answers, prepare_config
+from verl_bridge.integrations.checks import check_gold_answers
+from verl_bridge.integrations.verl.checks import prepare_config
 
 PATHS = {"encoder": "e", "index": "i", "corpus": "c"}
 ON = {"enable": True}
@@ -76,10 +77,10 @@ def test_verl_sees_its_own_names(estimator, gca, base):
         ),
         (
             {"gca": {"enable": True, "base_estimator": "gca"}},
-            "base_estimator='gca' is no advantage estimator of verl's.*grpo",
+            "base_estimator='gca' is not an advantage estimator of verl's.*grpo",
         ),
         ({"gca": {"enable": True}, "loss": "clip_cov"}, "loss_mode=clip_cov.*vanilla or gspo"),
-        ({"estimator": "grop"}, "algorithm.adv_estimator='grop' is no advantage estimator"),
+        ({"estimator": "grop"}, "algorithm.adv_estimator='grop' is not an advantage estimator"),
         ({"gca": {"base_estimator": "rloo"}}, "base_estimator='rloo' with verl_bridge.gca.enable=false"),
         ({"mode": "sync"}, "trainer_mode=sync is verl's own trainer: set it to bridge_sync"),
         ({"mode": "colocate_async"}, "trainer_mode=colocate_async is verl's own .*set it to bridge_colocate_async"),
@@ -193,12 +194,26 @@ def row(target):
 
 
 def test_rows_with_gold_answers_pass():
+    """`data check` and the agent loops read verl's column, so another one neither stops nor saves a run."""
+    for other in ([], [" "], ["Cusco"], None):
+        check_gold_answers("data.train_files", [{**row(["Lima"]), "golden_answers": other}])
     check_gold_answers("data.train_files", [row(["Lima"]), row("Lima"), {"reward_model": {"ground_truth": "Lima"}}])
 
 
 @pytest.mark.parametrize(
-    "bad", [row([]), row(None), row([" "]), row(["", "x"]), row(""), row([1914]), {"reward_model": None}, {}]
+    "bad",
+    [
+        row([]),
+        row(None),
+        row([" "]),
+        row(["", "x"]),
+        row(""),
+        row([1914]),
+        {"reward_model": None},
+        {},
+        {"golden_answers": ["Lima"]},
+    ],
 )
 def test_the_first_row_without_gold_answers_is_named(bad):
-    with pytest.raises(ConfigError, match=r"data.val_files: row 1 has gold answers .*target"):
+    with pytest.raises(ConfigError, match=r"data.val_files: row 2 has gold answers .*target"):
         check_gold_answers("data.val_files", [row(["Lima"]), bad, row(["x"])])

@@ -17,6 +17,7 @@ def files(tmp_path):
                 "prompt": [{"role": "user", "content": f"question {i}"}],
                 "reward_model": {"style": "rule", "ground_truth": {"target": gold}},
                 "extra_info": {"index": i},
+                "golden_answers": ["yes", "Lima", ""][i % 3],  # a column of Search-R1's that training never reads
             }
             for i, gold in enumerate(golds)
         ]

@@ -64,9 +64,9 @@ def test_a_run_that_can_start(config):
     found = examine(config)
     assert found.missing == [] and not ray.is_initialized()
     assert found.figures["policy"] == "Qwen/Qwen2.5-3B, 1 × 8 GPUs"
-    assert found.figures["batch"] == "1024 questions × 1 rollouts = 1024; 4 policy updates a step"
+    assert found.figures["batch"] == "1024 questions × 1 rollouts = 1024; 4 policy updates per step"
     assert (found.figures["GCA"], found.figures["BRIDGE"]) == ("off", "off")
-    assert "s a step (a formula" in found.figures["estimate"]  # of how many steps nobody has said
+    assert "s per step (a formula" in found.figures["estimate"]  # of how many steps nobody has said
     assert "A100" in found.table() and "MISSING" not in found.table()
 
 
@@ -113,11 +113,55 @@ def test_what_a_run_refuses_is_refused(config, key, value, says):
         examine(config)
 
 
+@pytest.mark.parametrize("key", ["actor.ppo_micro_batch_size", "rollout.log_prob_micro_batch_size"])
+def test_the_keys_of_micro_batches_that_workers_do_not_go_by_are_refused(config, key):
+    """verl's own checks let them pass; its workers stop at them with a bare AssertionError."""
+    changes = {"actor_rollout_ref.actor.use_dynamic_bsz": False}
+    for name in ("actor.ppo_micro_batch_size", "rollout.log_prob_micro_batch_size"):
+        changes[f"actor_rollout_ref.{name}" if name == key else f"actor_rollout_ref.{name}_per_gpu"] = 8
+    for name, value in changes.items():
+        OmegaConf.update(config, name, value)
+    with pytest.raises(ConfigError, match=rf"actor_rollout_ref.{key}_per_gpu is not set.* do not go by {key}"):
+        examine(config)
+
+
+def test_micro_batches_of_a_fixed_number_of_rows(config):
+    """8 rows of 512 + 512 tokens are the 8,192 tokens that the dynamic batch is set to."""
+    for key, value in (
+        ("data.max_prompt_length", 512),
+        ("data.max_response_length", 512),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization", 0.01),  # else what serves is the most
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 8192),
+    ):
+        OmegaConf.update(config, key, value)
+    dynamic = examine(config).figures["estimate"]
+    OmegaConf.update(config, "actor_rollout_ref.actor.use_dynamic_bsz", False)
+    for rows, same in ((8, True), (64, False)):
+        OmegaConf.update(config, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", rows)
+        OmegaConf.update(config, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", rows)
+        assert (examine(config).figures["estimate"] == dynamic) == same
+
+
+def test_another_engine_has_no_estimate():
+    paths = ("corpus=c", "index=i", "encoder=intfloat/e5-base-v2")
+    found = examine(compose_run([*RUN, "model_engine=megatron", *(f"verl_bridge.retriever.{path}" for path in paths)]))
+    assert found.figures["estimate"] == "none: the formula is of FSDP, and actor_rollout_ref.actor.strategy=megatron"
+
+
+def test_a_retriever_that_never_learns_is_said_to(config):
+    plain = examine(config).figures["estimate"]
+    OmegaConf.update(config, "verl_bridge.bridge.enable", True)
+    assert examine(config).figures["estimate"] != plain
+    OmegaConf.update(config, "verl_bridge.bridge.schedule", "frozen")
+    found = examine(config).figures
+    assert (found["BRIDGE"], found["estimate"]) == ("schedule frozen: no retriever learns", plain)
+
+
 def test_rows_that_are_there_are_read(config, tmp_path):
     rows = [{"reward_model": {"ground_truth": {"target": golds}}} for golds in (["Lima"], [])]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "bad.parquet")
     config.data.val_files = str(tmp_path / "bad.parquet")
-    with pytest.raises(ConfigError, match=r"data.val_files: row 1 has gold answers \[\]"):
+    with pytest.raises(ConfigError, match=r"data.val_files: row 2 has gold answers \[\]"):
         examine(config)
 
 

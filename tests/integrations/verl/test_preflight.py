@@ -45,6 +45,9 @@ def config(tmp_path):
     parquet.write_table(pa.table({"x": [1]}), tmp_path / "nocolumn.parquet")
     parquet.write_table(pa.Table.from_pylist(rows).slice(0, 0), tmp_path / "norows.parquet")
     parquet.write_table(pa.Table.from_pylist([rows[0] | {"agent_name": "other"}]), tmp_path / "agent.parquet")
+    name = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"], pa.binary()).buffers())
+    target = pa.StructArray.from_arrays([name], ["ground_truth"])
+    parquet.write_table(pa.table({"reward_model": target}), tmp_path / "not_utf8.parquet")
     (tmp_path / "fake.parquet").write_text("PAR1 no parquet")
     return OmegaConf.create(
         {
@@ -79,14 +82,15 @@ def test_a_good_run_passes_and_its_config_is_left_alone(config):
         ("verl_bridge.retriever.passage_prefix", "passage: ", "passage_prefix='passage: ', but the index .* with ''"),
         ("verl_bridge.retriever.probe", "{}/train.parquet", "retriever.probe=.*(line 1|decode)"),
         ("verl_bridge.retriever.index", None, "retriever.index is not set"),
-        ("data.train_files", "{}/nogold.parquet", r"data.train_files: row 1 has gold answers \[\]"),
+        ("data.train_files", "{}/nogold.parquet", r"data.train_files: row 2 has gold answers \[\]"),
         ("data.val_files", "{}/nocolumn.parquet", "data.val_files=.*no column reward_model"),
         ("data.val_files", "{}/missing.parquet", "data.val_files=.*does not exist"),
         ("data.val_files", "{}/missing.jsonl", "data.val_files=.*does not exist"),
         ("data.val_files", "{}/norows.parquet", "data.val_files=.*has no rows"),
-        ("data.val_files", "{}/fake.parquet", "data.val_files=.*no readable parquet file.*write it again"),
+        ("data.val_files", "{}/fake.parquet", "data.val_files=.*not a readable parquet file.*write it again"),
+        ("data.val_files", "{}/not_utf8.parquet", "data.val_files=.*not a readable parquet file.*write it again"),
         ("data.val_files", "{}/agent.parquet", "data.val_files=.*column agent_name.*drop the column"),
-        ("verl_bridge.retriever.corpus", "{}", "retriever.corpus=.* is no file"),
+        ("verl_bridge.retriever.corpus", "{}", "retriever.corpus=.* is not a file"),
         ("verl_bridge.retriever.probe", "{}", "retriever.probe=.* is a folder"),
         ("verl_bridge.retriever.encoder", "./models/e5", "retriever.encoder='./models/e5' does not exist"),
         ("verl_bridge.retriever.encoder", "~/e5", "retriever.encoder='~/e5' does not exist"),
@@ -226,7 +230,7 @@ def test_servers_alone_need_no_files(config):
             r"retriever.url=.* 1 documents × 8, .* 2 documents × 8, .*serve one index",
         ),
         ([HEALTH | {"dim": 9}], r"retriever.url=.* 1 documents × 9, .*index 1 documents × 8; serve one index"),
-        ([None], r"retriever.url=.*is no verl-bridge server.*Search-R1.*verl-bridge serve"),
+        ([None], r"retriever.url=.*is not a verl-bridge server.*Search-R1.*verl-bridge serve"),
         ([HEALTH, HEALTH | {"draining": True}], r"retriever.url=.*shutting down"),
     ],
 )

@@ -114,5 +114,5 @@ def test_saved_rollouts_are_read_by_the_evaluation(read, tmp_path):
 
 
 def test_rollouts_of_another_agent_loop_are_refused(read):
-    with pytest.raises(ValueError, match="default_agent_loop=verl_bridge_search"):
+    with pytest.raises(ValueError, match="default_agent_loop to verl_bridge_search, or to verl_bridge_tool_agent"):
         read([], extra_fields=NonTensorStack({}, {}))

@@ -17,8 +17,8 @@ from verl_bridge.bilevel.two_state import TwoStateUpdater
 from verl_bridge.bilevel.updater import RetrieverUpdater
 from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.integrations import methods
+from verl_bridge.integrations.retriever_step import Correction
 from verl_bridge.integrations.verl import mixin
-from verl_bridge.integrations.verl.correction import Correction
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +73,10 @@ def test_batches_of_a_step_count_and_have_files_of_their_own(tmp_path, monkeypat
 
 
 def test_what_the_settings_make_of_the_step(tmp_path):
-    chosen = {"likelihood_context": "prefix", "golds": "best", "length_normalise": True, "token_budget": 99}
+    chosen = {"likelihood_context": "prefix", "golds": "best", "length_normalize": True, "token_budget": 99}
     made = Trainer(tmp_path, bridge={**chosen, "gamma": 0.5, "tau_likelihood": 2.0, "micro_batch_tokens": 400})
     step = made._retriever_step()
-    assert (step.prefix, step.all_golds, step.length_normalise, step.token_budget) == (True, True, True, 99)
+    assert (step.prefix, step.all_golds, step.length_normalize, step.token_budget) == (True, True, True, 99)
     assert (step.max_tokens, step.synchronous, step.correction_scale) == (400, True, 0.25)
     made = Trainer(tmp_path, bridge={"estimator": "two_state"}, retriever={"query_input": "question_query"})
     made.verl_mode = "colocate_async"

@@ -47,11 +47,10 @@ def test_the_adapter_is_saved_by_a_process_that_trained_and_by_no_other(tmp_path
     assert "save_adapter" not in names(failed)
 
 
-@pytest.mark.parametrize(("bridge", "steps"), [({"interval": 10}, 5), ({"schedule": "rl_then_rag", "interval": 3}, 2)])
-def test_a_run_too_short_for_an_update_starts_with_a_constant_rate_alone(tmp_path, monkeypatch, bridge, steps):
+def test_a_run_too_short_for_an_update_starts_with_a_constant_rate_alone(tmp_path, monkeypatch):
     def start(**more):
-        made, started = Trainer(tmp_path, bridge={**bridge, **more}), {}
-        made.total_training_steps = steps
+        made, started = Trainer(tmp_path, bridge={"interval": 10, **more}), {}
+        made.total_training_steps = 5
         monkeypatch.setattr(methods, "TrainerRetrieval", lambda _, **given: started.update(given))
         made._init_dataloader()
         return started["updater"]
@@ -61,8 +60,28 @@ def test_a_run_too_short_for_an_update_starts_with_a_constant_rate_alone(tmp_pat
     learner = made(QueryEncoder(BaseEncoder(str(get_model_path()))), None)  # as the actor makes it
     assert isinstance(learner, RetrieverUpdater) and learner.known_versions() == [0]
     for schedule in ("linear", "cosine"):
-        with pytest.raises(ConfigError, match=rf"lr_schedule={schedule} ends .*total_training_steps={steps}:"):
+        with pytest.raises(ConfigError, match=rf"lr_schedule={schedule} ends .*total_training_steps=5:"):
             start(lr_schedule=schedule)
+    with pytest.raises(ConfigError, match=r"interval=10 leaves no retriever update, so nobody would learn in"):
+        start(schedule="rl_then_rag")
+
+
+def test_a_resumed_run_whose_first_phase_may_have_had_another_length_says_so(tmp_path, caplog):
+    made = Trainer(tmp_path, bridge={"schedule": "rag_then_rl"})
+    made._load_checkpoint()
+    assert ("load", str(tmp_path / "global_step_5" / "retriever")) in made.events
+    assert "the first phase of schedule=rag_then_rl is half of trainer.total_training_steps=10, 7 steps" in caplog.text
+    caplog.clear()
+    for bridge, resumed in (
+        ({"schedule": "rag_then_rl", "schedule_steps": 7}, 5),
+        ({"schedule": "rag_then_rl"}, 0),  # a new run
+        ({"schedule": "joint"}, 5),
+        ({"schedule": "rag_then_rl", "enable": False}, 5),
+    ):
+        made = Trainer(tmp_path, bridge=bridge)
+        made.resumed_step = resumed
+        made._load_checkpoint()
+    assert caplog.text == ""
 
 
 def test_a_phased_run_of_one_step_is_refused(tmp_path):
@@ -76,22 +95,30 @@ def test_a_phased_run_of_one_step_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("budget", "model", "policy_update", "longest", "two_states"),
     [
-        (512, 2048, 300, 512, 300),
-        (4096, 2048, 300, 2048, 300),  # beyond its positions the model says nothing
-        (512, 2048, 900, 512, 512),
+        (512, 2048, 300, (512, "log_prob_max_token_len_per_gpu"), (300, "ppo_max_token_len_per_gpu")),
+        # beyond its positions the model says nothing
+        (4096, 2048, 300, (2048, "max_position_embeddings"), (300, "ppo_max_token_len_per_gpu")),
+        (512, 2048, 900, (512, "log_prob_max_token_len_per_gpu"), (512, "log_prob_max_token_len_per_gpu")),
     ],
 )
 def test_no_sequence_is_longer_than_the_model_takes(tmp_path, budget, model, policy_update, longest, two_states):
+    def limit(made):
+        step = made._retriever_step()
+        return step.max_tokens, step.max_tokens_key.split(".")[-1].split()[-1]
+
     made = Trainer(tmp_path)
     made._model_tokens = model
     made.config.actor_rollout_ref.rollout.max_model_len = 256  # of who generates
     made.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu = budget
     made.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = policy_update
-    assert made._retriever_step().max_tokens == longest
+    assert limit(made) == longest
     two = Trainer(tmp_path, bridge={"estimator": "two_state"})
     two.config = made.config
     two._model_tokens = model
-    assert two._retriever_step().max_tokens == two_states
+    assert limit(two) == two_states
+    own = Trainer(tmp_path, bridge={"micro_batch_tokens": 200})
+    own.config, own._model_tokens = made.config, model
+    assert limit(own) == (200, "micro_batch_tokens")
 
 
 def test_the_positions_are_those_of_the_policy_s_config(tmp_path):

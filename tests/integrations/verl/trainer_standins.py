@@ -11,8 +11,8 @@ from transfer_queue import KVBatchMeta
 from verl_bridge.bilevel.updater import UpdateResult
 from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.integrations import methods
+from verl_bridge.integrations.rollout_batch import RolloutBatch
 from verl_bridge.integrations.verl import mixin
-from verl_bridge.integrations.verl.rollouts import RolloutBatch
 from verl_bridge.trace import SearchTrace, SearchTurn
 
 DOCUMENTS = {i: {"id": i, "title": i, "text": f"{i} Lima" if i == "b" else i} for i in "ab"}

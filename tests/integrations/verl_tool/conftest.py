@@ -57,7 +57,9 @@ def home() -> Path:
             "tests/integrations/verl_tool/host/requirements.txt says, and set VERL_TOOL_HOME to the folder"
         )
     path = Path(named).resolve()
-    assert (path / "verl_tool/servers/tool_server.py").is_file(), f"VERL_TOOL_HOME={named} is no checkout of verl-tool"
+    assert (path / "verl_tool/servers/tool_server.py").is_file(), (
+        f"VERL_TOOL_HOME={named} is not a checkout of verl-tool"
+    )
     return path
 
 

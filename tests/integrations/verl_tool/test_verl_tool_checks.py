@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from verl_bridge.config import VerlBridgeConfig, load_settings
 from verl_bridge.config.schema import ConfigError
-from verl_bridge.integrations.verl_tool import AGENT_LOOP, REWARD_MANAGER
+from verl_bridge.integrations.verl_tool import AGENT_LOOP, ESTIMATOR, REWARD_MANAGER
 from verl_bridge.integrations.verl_tool.checks import Preflight, base_estimator, check_tool_server
 from verl_bridge.integrations.verl_tool.main_ppo import ARMS, arm
 
@@ -30,6 +30,8 @@ def config(stop_tokens):
         agent = {"enable_agent": True, "tool_server_url": "http://h:5/get_observation", "truncate_obs_side": "left"}
         host = {
             "algorithm": {"adv_estimator": "grpo"},
+            "critic": {"enable": None},
+            "data": {"return_raw_chat": False},
             "reward_model": {"reward_manager": "naive"},
             "actor_rollout_ref": {
                 "agent": {**agent, "action_stop_tokens": str(stop_tokens)},
@@ -78,8 +80,10 @@ AGENT, BRIDGE, RETRIEVER = "actor_rollout_ref.agent", "verl_bridge.bridge", "ver
         ),
         ({f"{AGENT}.retokenization": True}, "retokenization=true"),
         ({f"{AGENT}.enable_agent": False}, "enable_agent=false"),
+        ({f"{AGENT}.mask_observations": False}, "mask_observations=false trains the policy to write the passages"),
+        ({"data.return_raw_chat": False}, "data.return_raw_chat=false keeps the prompt from our agent loop"),
         ({f"{AGENT}.tool_server_url": None}, "tool_server_url is not set: start `python -m verl_bridge"),
-        ({f"{AGENT}.action_stop_tokens": None}, "action_stop_tokens=None is no file"),
+        ({f"{AGENT}.action_stop_tokens": None}, "action_stop_tokens=None is not a file"),
         ({"actor_rollout_ref.rollout.mode": "sync"}, "rollout.mode=sync uses no agent loop"),
         (
             {"actor_rollout_ref.rollout.agent.default_agent_loop": "verltool_agent"},
@@ -87,7 +91,6 @@ AGENT, BRIDGE, RETRIEVER = "actor_rollout_ref.agent", "verl_bridge.bridge", "ver
         ),
         ({"algorithm.adv_estimator": "remax"}, "the estimator remax needs more"),
         ({"actor_rollout_ref.actor.policy_loss.loss_mode": "geo_mean"}, "loss_mode=geo_mean"),
-        ({"algorithm.use_pf_ppo": True}, "use_pf_ppo=true"),
         ({"verl_bridge.gca.salience": "margin_entropy"}, "verl_bridge.gca.salience=uniform"),
         ({"verl_bridge.gca.yes_no": "drop"}, "yes_no=gate"),
         ({f"{BRIDGE}.schedule": "joint"}, "verl_bridge.bridge.schedule=joint needs verl's own trainer"),
@@ -104,6 +107,46 @@ def test_refusals(config, changes, words):
     with pytest.raises(ConfigError) as refusal:
         base_estimator(made, load_settings(made))
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"algorithm.adv_estimator": "grop"}, "algorithm.adv_estimator='grop' is not an advantage estimator of verl's"),
+        (
+            {"algorithm.adv_estimator": ESTIMATOR},
+            f"algorithm.adv_estimator='{ESTIMATOR}' is not an advantage estimator",
+        ),
+        (
+            {"algorithm.adv_estimator": "gae", "critic.enable": False},
+            "adv_estimator=gae and critic.enable=False, by which verl-tool makes no critic",
+        ),
+        ({"algorithm.adv_estimator": "gae", "algorithm.use_pf_ppo": True}, "use_pf_ppo=true draws the batch anew"),
+    ],
+)
+def test_advantages_that_cannot_be_computed_are_refused_in_every_arm(config, name, changes, words):
+    made = config(name, **changes)
+    with pytest.raises(ConfigError) as refusal:
+        base_estimator(made, load_settings(made))
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("asked", ["grpo", "gca"])
+def test_gca_on_gae_needs_the_critic_that_only_verl_tools_own_name_makes(config, asked):
+    changes = {"algorithm.adv_estimator": asked, "verl_bridge.gca.base_estimator": "gae"}
+    made = config(**changes)
+    with pytest.raises(ConfigError, match=f"gae with algorithm.adv_estimator={asked} and critic.enable=None"):
+        base_estimator(made, load_settings(made))
+    for mended in ({"critic.enable": True}, {"algorithm.adv_estimator": "gae"}):
+        made = config(**{**changes, **mended})
+        assert base_estimator(made, load_settings(made)) == "gae"
+
+
+def test_an_unknown_base_estimator_is_named_by_its_own_key(config):
+    made = config(**{"verl_bridge.gca.base_estimator": "grop"})
+    with pytest.raises(ConfigError, match=r"verl_bridge\.gca\.base_estimator='grop' is not .*choose one of .*grpo"):
+        base_estimator(made, load_settings(made))
 
 
 def test_without_an_arm_the_key_is_named(config):
@@ -150,7 +193,9 @@ def test_hydra_composes_an_arm_by_its_name(tmp_path):
     made = OmegaConf.create(done.stdout)
     assert made.verl_bridge.gca.enable is True and made.verl_bridge.gca.rho == 0.1
     assert made.reward_model.reward_manager == REWARD_MANAGER
-    assert made.actor_rollout_ref.agent == {"n": 1, "truncate_obs_side": "right"}
+    assert made.actor_rollout_ref.agent == {"n": 1, "truncate_obs_side": "right"} and made.data == {
+        "return_raw_chat": True
+    }
     named = made.actor_rollout_ref.rollout.agent
     (entry,) = OmegaConf.load(named.agent_loop_config_path)
     assert entry.name == named.default_agent_loop == AGENT_LOOP

@@ -11,7 +11,8 @@ import pytest
 
 from verl_bridge.integrations.verl_tool import TOOL, serve, tool_server
 from verl_bridge.qa.actions import CORRECTION, RETRIEVAL_FAILED
-from verl_bridge.retrieval.protocol import no_answer, observe, read_actions, request_models
+from verl_bridge.retrieval.protocol import observe, read_actions, request_models
+from verl_bridge.retrieval.wire import failed_answer
 
 PARIS = {"id": "d0", "title": "Paris", "text": "Paris is the capital of France."}
 ROME = {"id": "d1", "title": "Rome", "text": "Rome is the capital of Italy."}
@@ -35,7 +36,7 @@ class Source:
         self.calls.append((list(queries), top_k))
         if "broken" in queries:
             raise MemoryError("no room")
-        return [no_answer("nobody listens") if query == "down" else FOUND for query in queries]
+        return [failed_answer("nobody listens") if query == "down" else FOUND for query in queries]
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_the_server_and_the_tool_answer_a_request_alike(tool):
     actions = ["<search>a</search>", "<answer>x</answer>", "<search>down</search>", "thinking", ""]
     finish = [False, False, False, False, True]
     request = request_models().observation(trajectory_ids=list("abcde"), actions=actions, finish=finish)
-    answers = {0: FOUND, 2: no_answer("nobody listens")}
+    answers = {0: FOUND, 2: failed_answer("nobody listens")}
     served = [observe(action, answers.get(i), 1) for i, action in enumerate(read_actions(request))]
     told, dones, valids = ask(tool, *actions, finish={4})
     assert [list(column) for column in zip(*served, strict=True)] == [told, dones, valids]
@@ -144,7 +145,7 @@ def test_the_tool_becomes_one_of_theirs(base):
         (
             "verl_bridge_serach",
             {},
-            "--tool_type 'verl_bridge_serach' is no tool of verl-tool's or ours: choose of base",
+            "--tool_type 'verl_bridge_serach' is not a tool of verl-tool's or ours: choose one of base",
         ),
         ("search_retrieval", {}, "without verl_bridge_search: add it"),
         (TOOL, {"use_ray": True}, "leave the flag out"),

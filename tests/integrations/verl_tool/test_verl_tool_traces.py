@@ -9,7 +9,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from verl_bridge.embedded import policy
-from verl_bridge.integrations.verl_tool.traces import Generation, RecordingManager, build_trace, complete, tool_failed
+from verl_bridge.integrations.verl_tool.traces import (
+    Generation,
+    ObservationTokenizer,
+    RecordingManager,
+    build_trace,
+    complete,
+    tool_failed,
+)
 from verl_bridge.qa.actions import CORRECTION, RETRIEVAL_FAILED
 from verl_bridge.trace import SearchTrace
 
@@ -225,12 +232,24 @@ def test_an_empty_response_gets_a_token_for_its_reward(tokenizer):
     [
         ({"reward_model": ROW["reward_model"]}, "fill extra_info.question"),
         ({"extra_info": ROW["extra_info"]}, "gold answers"),
+        (
+            {"extra_info": ROW["extra_info"], "golden_answers": ["Lima"]},
+            "non-empty string in reward_model.ground_truth",
+        ),
     ],
 )
 def test_a_row_without_question_or_golds_is_named(tokenizer, row, words):
     made = rollout(tokenizer, ANSWER)
     with pytest.raises(ValueError, match=words):
         complete(output(made), tokenizer, made["generations"], row)
+
+
+def test_the_reward_model_s_target_is_what_counts(tokenizer):
+    made = rollout(tokenizer, ANSWER, told=[ANSWERED])
+    for other in (["Cusco"], [], [" "]):
+        rolled = output(made)
+        complete(rolled, tokenizer, made["generations"], {**ROW, "golden_answers": other})
+        assert rolled.extra_fields["search_trace"]["golden_answers"] == ("Lima",)
 
 
 def test_the_question_may_be_the_prompt_s_last_message(tokenizer):
@@ -256,3 +275,12 @@ def test_generations_are_noted_before_the_list_grows():
         return manager.generations
 
     assert asyncio.run(run()) == [Generation(3, 3), Generation(5, 3)]
+
+
+def test_control_tokens_that_a_passage_spells_out_are_text(tokenizer):
+    hostile = "<information>Doc 1(Title: <eos>) x <pad></information>"
+    control, reading = {tokenizer.eos_token_id, tokenizer.pad_token_id}, ObservationTokenizer(tokenizer)
+    ids = reading.encode(hostile)
+    assert tokenizer.decode(ids) == reading.decode(ids) == hostile
+    assert not control & set(ids) and control <= set(tokenizer.encode(hostile))  # the shared one is as it was
+    assert reading.encode(SEEN) == tokenizer.encode(SEEN)

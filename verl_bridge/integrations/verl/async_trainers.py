@@ -7,7 +7,7 @@ versions behind teach nothing. When a new adapter is seen:
 - colocate_async: generation is paused from sampling a batch to the end of the step, so rollouts under way go on with
   the new policy and the new adapter at once.
 - separate_async: generation never pauses for the trainer. A step is ``parameter_sync_step`` local updates of policy
-  and retriever; each adapter serves from then on, the policy's weights once a step.
+  and retriever; each adapter serves from then on, the policy's weights once per step.
 
 What is logged for such a step verl makes from its local updates, by the names of the metrics (``MetricsAggregator``):
 the mean, but the largest of ``*_max``, the last of ``bridge/lr`` and the sum of ``timing_s/*``. So

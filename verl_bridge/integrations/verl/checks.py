@@ -8,26 +8,10 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_bridge.bilevel.schedule import PHASED
 from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.config.schema import ConfigError
-from verl_bridge.integrations.checks import (
-    GROUP_RELATIVE,
-    UNFIT_LOSSES,
-    check_gold_answers,
-    read_probe,
-    trains_adapter,
-)
+from verl_bridge.integrations.checks import check_policy_loss, named_estimator, trains_adapter
 from verl_bridge.integrations.verl.correction import LOSS_AGG_MODES
 from verl_bridge.integrations.verl.retrieval_tool import check_tools
 from verl_bridge.plugin import AGENT_LOOP, ESTIMATOR, TOOL_AGENT_LOOP, TRAINERS
-
-__all__ = [
-    "GROUP_RELATIVE",
-    "UNFIT_LOSSES",
-    "check_gold_answers",
-    "needs_files",
-    "prepare_config",
-    "read_probe",
-    "trains_adapter",
-]
 
 
 def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: str) -> str:
@@ -51,24 +35,8 @@ def prepare_config(config: DictConfig, settings: VerlBridgeConfig, verl_mode: st
     mode = config.trainer.v1.trainer_mode
     if mode in TRAINERS:
         raise ConfigError(f"trainer.v1.trainer_mode={mode} is verl's own trainer: set it to {TRAINERS[mode]}")
-    asked = str(config.algorithm.adv_estimator)
-    named = settings.gca.base_estimator
-    if named is not None and not settings.gca.enable:
-        raise ConfigError(
-            f"verl_bridge.gca.base_estimator={named!r} with verl_bridge.gca.enable=false would change the recipe's "
-            "own estimator: set algorithm.adv_estimator instead"
-        )
-    base = named or ("grpo" if asked == ESTIMATOR else asked)
-    known = sorted(set(ADV_ESTIMATOR_REGISTRY) - {ESTIMATOR})
-    if base not in known:
-        key = "algorithm.adv_estimator" if named is None else "verl_bridge.gca.base_estimator"
-        raise ConfigError(f"{key}={base!r} is no advantage estimator of verl's: choose one of {', '.join(known)}")
-    loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
-    if settings.gca.enable and loss in UNFIT_LOSSES:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss} averages or branches on advantages again, which "
-            "undoes GCA's residual: use vanilla or gspo, or verl_bridge.gca.enable=false"
-        )
+    base = named_estimator(config, settings, set(ADV_ESTIMATOR_REGISTRY) - {ESTIMATOR})
+    check_policy_loss(config, settings)
     if settings.gca.enable and settings.gca.salience != "uniform":
         _check_logits(config)
     if settings.gca.enable and settings.gca.yes_no == "drop":
@@ -152,7 +120,7 @@ def _check_schedule(settings: VerlBridgeConfig) -> None:
     if bridge.schedule != "bridge" and bridge.estimator != "bridge":
         raise ConfigError(
             f"verl_bridge.bridge.schedule={bridge.schedule} with verl_bridge.bridge.estimator={bridge.estimator}: "
-            "estimators differ in schedule bridge alone; set one of the two to bridge"
+            "estimators differ only in schedule bridge; set one of the two to bridge"
         )
     if bridge.schedule_steps is not None and bridge.schedule not in PHASED:
         raise ConfigError(

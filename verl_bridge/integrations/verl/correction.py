@@ -7,9 +7,9 @@ planned sequences. So each sequence with c_s ≠ 0 becomes a row whose response 
 those of the scoring pass and whose advantage is constant. A row's gradient at ratio 1 is its advantage times
 Σ_t ∇_θ log π_t, divided as verl's ``loss_agg_mode`` divides; further away PPO's clip holds it as any other row.
 
-Placement [ours]: verl takes one optimiser step a mini-batch, along the mean of its rows, so over M mini-batches it goes
-M times the mean of the batch. The correction does the same: a mini-batch carries the M-th part of the sequences, in the
-plan's order (that of the rollouts), at M times their weight.
+Placement [ours]: verl takes one optimiser step per mini-batch, along the mean of its rows, so over M mini-batches it
+goes M times the mean of the batch. The correction does the same: a mini-batch carries the M-th part of the sequences,
+in the plan's order (that of the rollouts), at M times their weight.
 
 Further rows change what verl divides by: the policy rows' advantages are scaled up by the same factor meanwhile. This
 module has the numbers, :mod:`~verl_bridge.integrations.verl.correction_rows` puts the rows into verl's batch.
@@ -19,40 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
 
 #: How verl may add up its loss for the rows to have a definite weight.
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-
-Scored = tuple[Sequence[int], Sequence[int]]
-"""Context ids and answer ids."""
-
-
-@dataclass(frozen=True)
-class Correction:
-    """The sequences that move the policy; one entry each.
-
-    Args:
-        sequences: (context ids, answer ids).
-        log_probs: of the answer's tokens, under the policy before its update.
-        coefficients: (γ/τ_l)·c_s, none of them 0.
-    """
-
-    sequences: Sequence[Scored]
-    log_probs: Sequence[Tensor]
-    coefficients: Sequence[float]
-
-
-def correction_of(
-    sequences: Sequence[Scored], log_probs: Sequence[Tensor], weights: Sequence[float], *, scale: float
-) -> Correction | None:
-    """The sequences with a weight, whose coefficients are ``scale``·weight; None where there are none."""
-    used = [i for i, weight in enumerate(weights) if scale * weight != 0]
-    if not used:
-        return None
-    return Correction([sequences[i] for i in used], [log_probs[i] for i in used], [scale * weights[i] for i in used])
 
 
 def place(count: int, mini_batches: int, multiple: int) -> tuple[list[range], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from verl.trainer.ppo.padding_utils import (
 )
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_bridge.integrations.verl.correction import Correction, Scored, place, weigh
+from verl_bridge.integrations.retriever_step import Correction, Scored
+from verl_bridge.integrations.verl.correction import place, weigh
 from verl_bridge.integrations.verl.scoring import jagged
 
 
@@ -43,22 +45,87 @@ def correction_rows(
         mini_batch_rows: policy rows of a mini-batch over all ranks; divides the batch.
         ranks: data-parallel size.
         multiple: what the rows added to a mini-batch must be a multiple of; ``ranks`` divides it.
-        pad_token: fills rows that are there for the size alone.
+        pad_token: fills rows that are there only for the size.
 
     Yields:
         the larger batch and the rows of its mini-batches.
     """
-    mini_batches = len(batch) // mini_batch_rows
-    parts, rows = place(len(correction.sequences), mini_batches, multiple)
     stored = tq.kv_batch_get(
         keys=batch.keys, partition_id=batch.partition_id, select_fields=["advantages", "loss_mask"]
     )
     before, tokens = stored["advantages"].unbind(), [int(row.sum()) for row in stored["loss_mask"].unbind()]
     source = tq.kv_batch_get(keys=batch.keys[:1], partition_id=batch.partition_id, select_fields=batch.fields)[0]
+    made = _make_rows(
+        batch.keys,
+        tokens,
+        correction,
+        source,
+        loss_agg_mode=loss_agg_mode,
+        mini_batch_rows=mini_batch_rows,
+        ranks=ranks,
+        multiple=multiple,
+        pad_token=pad_token,
+    )
+    tags = dict(zip(batch.keys, batch.tags, strict=True))
+    tags |= {name: _tag(batch.tags[0], row) for name, row in zip(made.keys, made.rows, strict=True)}
+    fields = list_of_dict_to_tensordict(made.rows)
+    partition = batch.partition_id
+    try:
+        tq.kv_batch_put(keys=made.keys, partition_id=partition, fields=fields, tags=[tags[key] for key in made.keys])
+        _put_advantages(batch, [row * factor for row, factor in zip(before, made.factors, strict=True)])
+        larger = KVBatchMeta(
+            partition_id=partition,
+            keys=made.order,
+            tags=[tags[key] for key in made.order],
+            fields=batch.fields,
+            extra_info=batch.extra_info,
+        )
+        yield larger, mini_batch_rows + made.per_mini_batch
+    finally:
+        _put_advantages(batch, before)
+        tq.kv_clear(keys=made.keys, partition_id=partition)
+
+
+@dataclass(frozen=True)
+class _MadeRows:
+    """The new rows and where they go.
+
+    Args:
+        keys, rows: of the new rows.
+        order: the keys of old and new rows, in the order in which ranks and mini-batches cut them.
+        factors: for the advantages of the old rows, in their order.
+        per_mini_batch: new rows in each mini-batch.
+    """
+
+    keys: list[str]
+    rows: list[dict[str, Any]]
+    order: list[str]
+    factors: list[float]
+    per_mini_batch: int
+
+
+def _make_rows(
+    batch_keys: Sequence[str],
+    tokens: Sequence[int],
+    correction: Correction,
+    source: TensorDict,
+    *,
+    loss_agg_mode: str,
+    mini_batch_rows: int,
+    ranks: int,
+    multiple: int,
+    pad_token: int,
+) -> _MadeRows:
+    """The correction's rows, dealt to the mini-batches; ``tokens`` of each old row are in the loss.
+
+    ``source`` is a row whose columns the new ones take; the other arguments are those of :func:`correction_rows`.
+    """
+    mini_batches = len(batch_keys) // mini_batch_rows
+    parts, count = place(len(correction.sequences), mini_batches, multiple)
     run = f"correction{uuid.uuid4().hex}"
-    per_rank, share = len(batch) // ranks, mini_batch_rows // ranks
+    per_rank, share = len(batch_keys) // ranks, mini_batch_rows // ranks
     order: list[list[str]] = [[] for _ in range(ranks)]
-    factors, made = [1.0] * len(batch), []
+    keys, rows, factors = [], [], [1.0] * len(batch_keys)
     for number, part in enumerate(parts):
         # verl gives every rank an equal run of rows, and cuts each rank's run into its mini-batches
         starts = [rank * per_rank + number * share for rank in range(ranks)]
@@ -70,39 +137,21 @@ def correction_rows(
             loss_agg_mode=loss_agg_mode,
             policy_rows=mini_batch_rows,
             policy_tokens=sum(tokens[i] for indices in own for i in indices),
-            rows=rows,
+            rows=count,
         )
-        keys = [f"{run}_{len(made) + i}_0" for i in range(rows)]
-        made += [
+        new = [f"{run}_{len(rows) + i}_0" for i in range(count)]
+        keys += new
+        rows += [
             _row(source, correction.sequences[i], correction.log_probs[i], advantage)
             for i, advantage in zip(part, advantages, strict=True)
         ]
-        made += [_padding(source, pad_token) for _ in range(rows - len(part))]
+        rows += [_padding(source, pad_token) for _ in range(count - len(part))]
         for rank, indices in enumerate(own):
             # dealt out in turn: padding, which comes last, is spread over the ranks
-            order[rank] += [*(batch.keys[i] for i in indices), *keys[rank::ranks]]
+            order[rank] += [*(batch_keys[i] for i in indices), *new[rank::ranks]]
             for i in indices:
                 factors[i] = factor
-    names = [f"{run}_{i}_0" for i in range(len(made))]
-    tags = dict(zip(batch.keys, batch.tags, strict=True))
-    tags |= {name: _tag(batch.tags[0], row) for name, row in zip(names, made, strict=True)}
-    fields = list_of_dict_to_tensordict(made)
-    partition = batch.partition_id
-    try:
-        tq.kv_batch_put(keys=names, partition_id=partition, fields=fields, tags=[tags[name] for name in names])
-        _put_advantages(batch, [row * factor for row, factor in zip(before, factors, strict=True)])
-        keys = [key for of_rank in order for key in of_rank]
-        larger = KVBatchMeta(
-            partition_id=partition,
-            keys=keys,
-            tags=[tags[key] for key in keys],
-            fields=batch.fields,
-            extra_info=batch.extra_info,
-        )
-        yield larger, mini_batch_rows + rows
-    finally:
-        _put_advantages(batch, before)
-        tq.kv_clear(keys=names, partition_id=partition)
+    return _MadeRows(keys, rows, [key for of_rank in order for key in of_rank], factors, count)
 
 
 def _put_advantages(batch: KVBatchMeta, rows: Sequence[Tensor]) -> None:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from verl_bridge.qa.answers import is_yes_no
-from verl_bridge.qa.questions import gold_answers
+from verl_bridge.qa.questions import training_golds
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class WithoutYesNo(RLHFDataset):
             kept = [
                 number
                 for number, row in enumerate(dataframe)
-                if not is_yes_no(gold_answers(row, f"data.train_files: row {number}"))
+                if not is_yes_no(training_golds(row, f"data.train_files: row {number + 1}"))
             ]
             left_out = len(dataframe) - len(kept)
             logger.warning("yes_no=drop: %d of %d training questions left out", left_out, len(dataframe))

@@ -18,12 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_bridge.config import VerlBridgeConfig
 from verl_bridge.config.schema import ConfigError
 from verl_bridge.config.search_r1 import replaced
 from verl_bridge.evaluation.estimate import Work, estimate, policy_size
+from verl_bridge.integrations.checks import trains_adapter
 from verl_bridge.integrations.verl import preflight
 from verl_bridge.integrations.verl.checks import needs_files
 from verl_bridge.retrieval.encoder import is_hub_name
@@ -103,18 +104,18 @@ def examine(config: DictConfig) -> DryRun:
     missing = list(_missing_files(config, settings))
     if settings is not None:
         if not any(what.startswith("verl_bridge.retriever.") for what in missing):
-            built = preflight._check_files(settings.retriever) if needs_files(settings) else None
-            preflight._check_probe(settings.retriever)
+            built = preflight.check_files(settings.retriever) if needs_files(settings) else None
+            preflight.check_probe(settings.retriever)
             if settings.retriever.url is not None:
-                missing += _absent(lambda: preflight._check_servers(settings.retriever, built))
-        for key, file in _data_files(config):
+                missing += _absent(lambda: preflight.check_servers(settings.retriever, built))
+        for key, file in preflight.data_files(config):
             if file.is_file():
-                preflight._check_rows(key, file)
+                preflight.check_rows(key, file)
     return DryRun(_figures(config, settings), missing)
 
 
 def _check_by_verl(config: DictConfig, prepared: DictConfig) -> None:
-    """What ``main_ppo`` and its task runner check before they make workers."""
+    """What ``main_ppo`` and its task runner check before they make workers, and what stops a worker at once."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -125,6 +126,13 @@ def _check_by_verl(config: DictConfig, prepared: DictConfig) -> None:
         critic = need_critic(prepared)
         validate_config(prepared, use_reference_policy=need_reference_policy(prepared), use_critic=critic)
         omega_conf_to_dataclass(prepared.actor_rollout_ref.rollout)
+    policy = prepared.actor_rollout_ref
+    for key in ("actor.ppo_micro_batch_size", "rollout.log_prob_micro_batch_size"):
+        if not policy.actor.use_dynamic_bsz and OmegaConf.select(policy, f"{key}_per_gpu") is None:
+            raise ConfigError(
+                f"actor_rollout_ref.{key}_per_gpu is not set, and verl's workers do not go by {key}: set it, or "
+                "actor_rollout_ref.actor.use_dynamic_bsz=true"
+            )
 
 
 def _absent(check: Callable[[], Any]) -> list[str]:
@@ -135,16 +143,8 @@ def _absent(check: Callable[[], Any]) -> list[str]:
     return []
 
 
-def _data_files(config: DictConfig) -> Iterator[tuple[str, Path]]:
-    for key in ("train_files", "val_files"):
-        files = config.data.get(key)
-        for file in [files] if isinstance(files, str) else files or []:
-            if "://" not in str(file):  # verl fetches remote files
-                yield f"data.{key}", Path(str(file)).expanduser()
-
-
 def _missing_files(config: DictConfig, settings: VerlBridgeConfig | None) -> Iterator[str]:
-    for key, file in _data_files(config):
+    for key, file in preflight.data_files(config):
         if not file.is_file():
             yield f"{key}={str(file)!r}"
     model = str(config.actor_rollout_ref.model.path)
@@ -173,7 +173,7 @@ def _figures(config: DictConfig, settings: VerlBridgeConfig | None) -> dict[str,
         "estimator": f"{config.algorithm.adv_estimator}, {actor.policy_loss.loss_mode} loss, {kl}",
         "rate": f"{actor.optim.lr:g}, warm-up over {actor.optim.lr_warmup_steps_ratio:g} of the steps",
         "batch": f"{batch} questions × {rollout.n} rollouts = {batch * rollout.n}; "
-        f"{max(1, batch // actor.ppo_mini_batch_size)} policy updates a step",
+        f"{max(1, batch // actor.ppo_mini_batch_size)} policy updates per step",
         "steps": "by trainer.total_epochs" if steps is None else f"{steps} ({steps * batch} questions)",
         "tokens": f"prompt {data.max_prompt_length} + response {data.max_response_length}",
         "trainer": f"trainer.v1.trainer_mode={trainer.v1.trainer_mode}",
@@ -189,15 +189,24 @@ def _figures(config: DictConfig, settings: VerlBridgeConfig | None) -> dict[str,
         figures["BRIDGE"] = (
             f"γ {bridge.gamma}, lr {bridge.lr:g}, every {bridge.interval} steps, rank {retriever.lora_rank}, "
             f"likelihood after the {bridge.likelihood_context}"
+            if trains_adapter(settings)
+            else f"schedule {bridge.schedule}: no retriever learns"
             if bridge.enable
             else "off"
         )
-    size, work = policy_size(str(config.actor_rollout_ref.model.path)), Work.of_config(config, settings)
-    if size is None:
-        figures["estimate"] = "none: the size of this policy is not known (verl_bridge.evaluation.estimate)"
-    else:
-        figures["estimate"] = estimate(size, work, gpus=gpus).sentence(whole=steps is not None)
+    figures["estimate"] = _estimate(config, settings, gpus)
     return figures
+
+
+def _estimate(config: DictConfig, settings: VerlBridgeConfig | None, gpus: int) -> str:
+    size = policy_size(str(config.actor_rollout_ref.model.path))
+    if size is None:
+        return "none: the size of this policy is not known (verl_bridge.evaluation.estimate)"
+    try:
+        work = Work.of_config(config, settings)
+    except ValueError as error:
+        return f"none: {error}"
+    return estimate(size, work, gpus=gpus).sentence(whole=config.trainer.total_training_steps is not None)
 
 
 if __name__ == "__main__":

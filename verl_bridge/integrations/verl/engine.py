@@ -6,7 +6,11 @@ when verl has loaded its own engine (``plugin.py``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -17,7 +21,13 @@ from verl_bridge.integrations.verl.salience import ENTROPY, MARGIN, salience_out
 class SalienceFSDPEngine(FSDPEngineWithLMHead):
     """verl's FSDP language-model engine with the two columns, in both padding modes and under Ulysses."""
 
-    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+    def prepare_model_outputs(
+        self,
+        output: Any,
+        output_args: dict[str, Any],
+        micro_batch: TensorDict,
+        logits_processor_func: Callable | None,
+    ) -> dict[str, torch.Tensor]:
         model_output = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if not wants_salience(micro_batch):
             return model_output

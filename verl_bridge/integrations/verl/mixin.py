@@ -8,6 +8,7 @@ verl's own policy update → the next rollouts are served by the new adapter. ``
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,19 +33,17 @@ from verl_bridge.bilevel.schedule import (
     update_is_due,
 )
 from verl_bridge.config import load_settings
+from verl_bridge.integrations.checks import check_gold_answers, read_probe
 from verl_bridge.integrations.methods import SearchMethods
-from verl_bridge.integrations.verl.agent_loop import encode_text
-from verl_bridge.integrations.verl.checks import (
-    check_gold_answers,
-    prepare_config,
-    read_probe,
-)
-from verl_bridge.integrations.verl.correction import Correction
+from verl_bridge.integrations.retriever_step import Correction, RetrieverStep
+from verl_bridge.integrations.rollout_batch import RolloutBatch
+from verl_bridge.integrations.verl.checks import prepare_config
 from verl_bridge.integrations.verl.correction_rows import correction_rows
-from verl_bridge.integrations.verl.retriever_step import RetrieverStep
-from verl_bridge.integrations.verl.rollouts import RolloutBatch, read_rollouts, write_advantages
+from verl_bridge.integrations.verl.rollouts import read_rollouts, write_advantages
 from verl_bridge.integrations.verl.salience import ENTROPY, MARGIN, asking_for_salience
 from verl_bridge.integrations.verl.scoring import answer_log_probs, data_parallel_size
+
+logger = logging.getLogger(__name__)
 
 
 class SearchTrainerMixin(SearchMethods):
@@ -111,6 +110,19 @@ class SearchTrainerMixin(SearchMethods):
             max_staleness=0 if self.verl_mode == "sync" else bridge.max_staleness,
         )
 
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        bridge = self.settings.bridge
+        if self._trains_adapter and self.global_steps > 0 and bridge.schedule in PHASED and not bridge.schedule_steps:
+            logger.warning(
+                "resumed with verl_bridge.bridge.schedule_steps=null: the first phase of schedule=%s is half of "
+                "trainer.total_training_steps=%d, %d steps, whatever it was before; set schedule_steps if that was "
+                "another run's length",
+                bridge.schedule,
+                self.total_training_steps,
+                self.first_phase,
+            )
+
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         if os.environ.get("VERL_PLATFORM") == "cpu":
@@ -172,34 +184,24 @@ class SearchTrainerMixin(SearchMethods):
     @cached_property
     def _model_tokens(self) -> int:
         """Positions that the policy has."""
-        model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)  # verl's trainer keeps the tokenizer alone
+        model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)  # verl's trainer keeps only the tokenizer
         return get_max_position_embeddings(model.hf_config)
 
     def _retriever_step(self) -> RetrieverStep:
         bridge, rollout = self.settings.bridge, self.config.actor_rollout_ref.rollout
-        budget = bridge.micro_batch_tokens or rollout.log_prob_max_token_len_per_gpu
-        longest = min(budget, self._model_tokens)  # rollout.max_model_len bounds who generates, not who scores
+        key, budget = "verl_bridge.bridge.micro_batch_tokens", bridge.micro_batch_tokens
+        if budget is None:
+            key = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"
+            budget = rollout.log_prob_max_token_len_per_gpu
+        # rollout.max_model_len bounds who generates, not who scores
+        limits = {key: budget, "the policy's max_position_embeddings": self._model_tokens}
         if bridge.estimator == "two_state":  # its sequences may have to fit the policy update's micro-batches, too
-            longest = min(longest, self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
-        return RetrieverStep(
-            retrieval=self.retrieval,
-            score=partial(
-                answer_log_probs,
-                self.actor_rollout_wg,
-                temperature=rollout.temperature,
-                max_token_len_per_gpu=budget,
-            ),
-            tokenize=partial(encode_text, self.tokenizer),
-            synchronous=self.verl_mode == "sync",
-            prefix=bridge.likelihood_context == "prefix",
-            all_golds=bridge.golds == "best",
-            length_normalise=bridge.length_normalise,
-            token_budget=bridge.token_budget,
-            max_tokens=longest,
-            query_input=self.settings.retriever.query_input,
-            unicode=self._unicode_aliases,
-            correction_scale=bridge.gamma / bridge.tau_likelihood,
+            actor_key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+            limits[actor_key] = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        score = partial(
+            answer_log_probs, self.actor_rollout_wg, temperature=rollout.temperature, max_token_len_per_gpu=budget
         )
+        return self._step_with(score, limits=limits, synchronous=self.verl_mode == "sync")
 
     def _update_retriever(
         self, rollouts: RolloutBatch, signals: credit.BatchSignals, advantages: torch.Tensor
@@ -208,9 +210,9 @@ class SearchTrainerMixin(SearchMethods):
 
         ``advantages`` ``(batch,)`` are the rollouts' :func:`~verl_bridge.credit.trajectory_advantages`.
         """
-        by_reward = self._teaches_by_reward(rollouts, signals)
+        rl_mask = self._rl_mask(rollouts, signals)
         batch_number = self.global_steps * self.parameter_sync_step + self.local_trigger_step
-        result = self._retriever_step()(rollouts, advantages, by_reward, seed=batch_number, timing=self.timing_raw)
+        result = self._retriever_step()(rollouts, advantages, rl_mask, seed=batch_number, timing=self.timing_raw)
         self._correction = result.correction
         return result.metrics
 

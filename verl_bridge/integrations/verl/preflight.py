@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,20 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_bridge.config import VerlBridgeConfig, load_settings
 from verl_bridge.config.schema import ConfigError, RetrieverConfig
-from verl_bridge.integrations.verl.checks import check_gold_answers, needs_files, prepare_config, read_probe
-from verl_bridge.integrations.verl.sources import make_client
+from verl_bridge.integrations.checks import check_gold_answers, read_probe, stop_unless
+from verl_bridge.integrations.sources import make_client
+from verl_bridge.integrations.verl.checks import needs_files, prepare_config
 from verl_bridge.plugin import TRAINERS
 from verl_bridge.retrieval.encoder import is_hub_name
 from verl_bridge.retrieval.families import get_family
-from verl_bridge.retrieval.index import check_index
+from verl_bridge.retrieval.manifest import check_index
 
 
 class Preflight(Callback):
     """Hydra's ``on_job_start``: stop the run with a message when it cannot work."""
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        try:
-            check_run(config)
-        except Exception as error:
-            # Hydra turns any exception of a callback into a warning; a run that fails its checks must not go on.
-            known = isinstance(error, (ValueError, OSError))
-            print(f"verl_bridge: {error if known else repr(error)}", file=sys.stderr)
-            raise SystemExit(2) from None
+        stop_unless(check_run, config)
 
 
 def check_run(config: DictConfig) -> None:
@@ -44,15 +39,12 @@ def check_run(config: DictConfig) -> None:
         ConfigError: a setting, file or data row the run cannot work with.
     """
     settings, _ = check_settings(config)
-    _check_probe(settings.retriever)
-    built = _check_files(settings.retriever) if needs_files(settings) else None
+    check_probe(settings.retriever)
+    built = check_files(settings.retriever) if needs_files(settings) else None
     if settings.retriever.url is not None:
-        _check_servers(settings.retriever, built)
-    for key in ("train_files", "val_files"):
-        files = config.data.get(key)
-        for file in [files] if isinstance(files, str) else files or []:
-            if "://" not in str(file):  # verl fetches remote files; the trainer looks at their rows
-                _check_rows(f"data.{key}", Path(str(file)).expanduser())
+        check_servers(settings.retriever, built)
+    for key, file in data_files(config):
+        check_rows(key, file)
 
 
 def check_settings(config: DictConfig) -> tuple[VerlBridgeConfig, DictConfig]:
@@ -70,21 +62,35 @@ def check_settings(config: DictConfig) -> tuple[VerlBridgeConfig, DictConfig]:
     return settings, prepared
 
 
-def _check_probe(retriever: RetrieverConfig) -> None:
+def data_files(config: DictConfig) -> Iterator[tuple[str, Path]]:
+    """(key, path) of each local data file; verl fetches remote ones, and the trainer looks at their rows."""
+    for key in ("train_files", "val_files"):
+        files = config.data.get(key)
+        for file in [files] if isinstance(files, str) else files or []:
+            if "://" not in str(file):
+                yield f"data.{key}", Path(str(file)).expanduser()
+
+
+def check_probe(retriever: RetrieverConfig) -> None:
+    """Raises ConfigError for a probe that cannot be read."""
     if retriever.probe is not None and Path(retriever.probe).is_dir():
         raise ConfigError(f"verl_bridge.retriever.probe={retriever.probe!r} is a folder: give a JSONL file, or null")
     read_probe(retriever.probe)
 
 
-def _check_files(retriever: RetrieverConfig) -> dict[str, Any]:
-    """Corpus, index and encoder as far as they can be checked unread; what the index says about itself."""
+def check_files(retriever: RetrieverConfig) -> dict[str, Any]:
+    """Corpus, index and encoder as far as they can be checked unread; what the index says about itself.
+
+    Raises:
+        ConfigError: one is missing, damaged or not made for the others.
+    """
     for name in ("corpus", "index"):
         path = getattr(retriever, name)
         if not Path(path).exists():
             raise ConfigError(f"verl_bridge.retriever.{name}={path!r} does not exist: give the path of the {name}")
     if not Path(retriever.corpus).is_file():
         raise ConfigError(
-            f"verl_bridge.retriever.corpus={retriever.corpus!r} is no file: give a JSONL or JSONL.gz file"
+            f"verl_bridge.retriever.corpus={retriever.corpus!r} is not a file: give a JSONL or JSONL.gz file"
         )
     encoder = retriever.encoder
     if encoder is not None and not is_hub_name(encoder) and not Path(encoder).is_dir():
@@ -119,8 +125,16 @@ def _check_files(retriever: RetrieverConfig) -> dict[str, Any]:
     return built
 
 
-def _check_servers(retriever: RetrieverConfig, built: dict[str, Any] | None) -> None:
-    """Every server behind ``url`` is up, takes the token and serves one and the same index: the learner's, if any."""
+def check_servers(retriever: RetrieverConfig, built: dict[str, Any] | None) -> None:
+    """Every server behind ``url`` is up, takes the token and serves one and the same index: the learner's, if any.
+
+    Args:
+        retriever: its ``url`` is set.
+        built: what :func:`check_files` returned; None where no index is opened here.
+
+    Raises:
+        ConfigError: a server that does not answer, refuses the token or serves another index.
+    """
 
     async def ask() -> dict[str, dict[str, Any]]:
         async with make_client(retriever, deadline=min(retriever.deadline, 10.0), attempts=3) as client:
@@ -144,7 +158,8 @@ def _check_servers(retriever: RetrieverConfig, built: dict[str, Any] | None) -> 
         )
 
 
-def _check_rows(key: str, file: Path) -> None:
+def check_rows(key: str, file: Path) -> None:
+    """Raises ConfigError for a data file that is missing, unreadable, empty or without gold answers; names ``key``."""
     if not file.is_file():
         raise ConfigError(f"{key}={str(file)!r} does not exist: give the path of a parquet file")
     if file.suffix != ".parquet":
@@ -156,8 +171,9 @@ def _check_rows(key: str, file: Path) -> None:
         names = parquet.read_schema(file).names
         columns = ["reward_model"] if "reward_model" in names else []
         table = parquet.read_table(file, columns=columns)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{key}={str(file)!r} is no readable parquet file ({error}): write it again") from error
+        rows = table.to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # as data check reads it
+        raise ConfigError(f"{key}={str(file)!r} is not a readable parquet file ({error}): write it again") from error
     if not table.num_rows:
         raise ConfigError(f"{key}={str(file)!r} has no rows: give at least one")
     if "agent_name" in names:
@@ -170,4 +186,4 @@ def _check_rows(key: str, file: Path) -> None:
             f"{key}={str(file)!r} has no column reward_model and so no gold answers: every row needs "
             "reward_model={'ground_truth': {'target': ['answer', 'alias', ...]}}"
         )
-    check_gold_answers(key, table.to_pylist())
+    check_gold_answers(key, rows)

@@ -1,6 +1,6 @@
 """The search tool of function-calling models in verl's ``tool_agent`` loop.
 
-It answers one query a call; several calls of one turn run at the same time. The loop that writes the trace is
+It answers one query per call; several calls of one turn run at the same time. The loop that writes the trace is
 :class:`~verl_bridge.integrations.verl.tool_loop.SearchToolAgentLoop`: it hands the tool its settings and bounds what
 the model reads.
 """
@@ -21,7 +21,7 @@ from verl.utils.rollout_trace import rollout_trace_op
 
 import verl_bridge.config
 from verl_bridge.config.schema import ConfigError, RetrieverConfig
-from verl_bridge.integrations.verl.sources import ask, search_source
+from verl_bridge.integrations.sources import ask, search_source
 from verl_bridge.qa.actions import (
     NOTHING_FOUND,
     OBSERVATION_HEAD,
@@ -39,7 +39,7 @@ NO_QUERY = 'The search needs a query: {"query": "what to look up"}.'
 
 
 class RetrievalTool(BaseTool):
-    """One search a call: ``{"query": "..."}``. Name, description and parameters are in the yaml file.
+    """One search per call: ``{"query": "..."}``. Name, description and parameters are in the yaml file.
 
     The documents come back as plain lines, "Doc 1(Title: …) …": the chat template puts its own marks around them.
     """
@@ -92,7 +92,7 @@ def query_of(parameters: Any) -> str | None:
 
 @cache
 def default_tools() -> tuple[BaseTool, ...]:
-    """The tools of :data:`TOOL_FILE`, made once a process: verl makes a loop object per rollout."""
+    """The tools of :data:`TOOL_FILE`, made once per process: verl makes a loop object per rollout."""
     return tuple(initialize_tools_from_config(str(TOOL_FILE)))
 
 
@@ -106,7 +106,7 @@ def check_tools(multi_turn: DictConfig) -> None:
     if multi_turn.get("function_tool_path"):
         raise ConfigError(
             f"{key}.function_tool_path={multi_turn.function_tool_path} with verl_bridge_tool_agent, whose traces know "
-            "searches alone: set it to null"
+            "only searches: set it to null"
         )
     path = multi_turn.get("tool_config_path")
     if not path:
@@ -121,5 +121,5 @@ def check_tools(multi_turn: DictConfig) -> None:
     if others or not tools:
         raise ConfigError(
             f"{key}.tool_config_path={path} has {', '.join(others) or 'no tools'}, and verl_bridge_tool_agent takes "
-            f"RetrievalTool alone, for its traces know searches: leave the path null, or begin with {TOOL_FILE}"
+            f"only RetrievalTool, for its traces know only searches: leave the path null, or begin with {TOOL_FILE}"
         )

@@ -13,6 +13,7 @@ from verl.workers.utils.padding import response_from_nested
 from verl_bridge.algorithms.grounding import index_groups
 from verl_bridge.integrations.rollout_batch import RolloutBatch
 from verl_bridge.integrations.verl.scoring import jagged
+from verl_bridge.plugin import AGENT_LOOP, TOOL_AGENT_LOOP
 from verl_bridge.trace import SearchTrace
 
 
@@ -36,8 +37,8 @@ def read_rollouts(batch: KVBatchMeta, columns: Sequence[str] = ()) -> RolloutBat
         if record is None:
             raise ValueError(
                 "a rollout carries no extra_fields['search_trace']: its agent loop is not ours; "
-                "set actor_rollout_ref.rollout.agent.default_agent_loop=verl_bridge_search "
-                "and leave agent_name out of the dataset"
+                f"set actor_rollout_ref.rollout.agent.default_agent_loop to {AGENT_LOOP}, or to {TOOL_AGENT_LOOP} for "
+                "a function-calling model, and leave agent_name out of the dataset"
             )
         traces.append(SearchTrace.from_dict(record))
     uids = [str(uid) for uid in data.pop("uid").tolist()]

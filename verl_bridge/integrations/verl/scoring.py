@@ -1,10 +1,10 @@
 """Answer log-likelihoods from the actor workers: verl's own ``compute_log_prob`` on sequences of ours.
 
 The sequences of a prompt share it, but verl 0.9.1 computes it anew for each. Its shared-prefix forward
-(``actor_rollout_ref.actor.use_prefix_grouper``) does not reach this pass: the key is read by the old trainers alone
+(``actor_rollout_ref.actor.use_prefix_grouper``) does not reach this pass: the key is read by the old trainers only
 (``trainer/ppo/ray_trainer.py``, ``experimental/{fully_async_policy,one_step_off_policy}``), to order their batches; the
 engine behind the V1 trainer calls ``apply_monkey_patch`` without it (``workers/engine/fsdp/transformer_impl.py``),
-nothing calls ``forward_micro_batch_with_prefix_grouper``, and the package ``prefix_grouper`` it would need is no
+nothing calls ``forward_micro_batch_with_prefix_grouper``, and the package ``prefix_grouper`` it would need is not a
 dependency of verl's. What is saved is saved by the plan: each sequence is scored once.
 """
 

@@ -1,19 +1,20 @@
-"""verl's own ``tool_agent`` loop for function-calling models, with one :class:`SearchTrace` a rollout.
+"""verl's own ``tool_agent`` loop for function-calling models, with one :class:`SearchTrace` per rollout.
 
 verl runs the rollout: chat template, tool parser, parallel calls, limits. Around its steps this loop notes which tokens
 were sampled, which call each belongs to, and what of the answers entered the context.
 
-The final answer is the last assistant message, the one without a call: what stands between ``<answer>`` and
-``</answer>`` when it uses tags, else the whole message after the reasoning [ours]. A message with broken tags or with a
-call that the parser could not read is malformed. verl ends the rollout there; nothing is corrected.
+The final answer is in the last assistant message, the one without a call, after its reasoning: what stands between
+``<answer>`` and ``</answer>`` when it uses tags, else all of it [ours]. What the reasoning says of tags is no answer. A
+message with broken tags, with reasoning that never ends, or with a call that the parser could not read is malformed.
+verl ends the rollout there; nothing is corrected. Calls are what verl's parser finds, in the reasoning too.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, ToolListWrap, register
@@ -25,13 +26,18 @@ from verl_bridge.config import load_settings
 from verl_bridge.integrations.tokens import encode_text
 from verl_bridge.integrations.verl.retrieval_tool import RECORD, RetrievalTool, default_tools, query_of
 from verl_bridge.plugin import TOOL_AGENT_LOOP
-from verl_bridge.qa.actions import char_spans_to_token_spans, decode, read_turn, token_offsets
-from verl_bridge.qa.questions import gold_answers, question_of
+from verl_bridge.qa.actions import char_spans_to_token_spans, decode, parse_action, token_offsets
+from verl_bridge.qa.questions import question_of, training_golds
 from verl_bridge.trace import SearchTrace, SearchTurn, Span, StopReason
 
-_OPENING = re.compile(r"<(?!/)")
+_TAG = re.compile(r"</?(?:think|search|answer|information|tool_call)>")
 _CALL = re.compile(r"</?\|?tool_?calls?")
-_END_OF_REASONING = "</think>"
+#: How a call begins in the formats of verl's parsers, and for a parser of one's own: at any mark or JSON object.
+_CALL_BEGINS = re.compile(r"<(?:[^<>/\s]*(?:tool_call(?!\||\w*(?:_argument|_end))|invoke|function=)|\|start\|>)")
+_OPENING = re.compile(r"<(?!/)|\{")
+#: The second of each is gpt-oss's.
+_REASONING_BEGINS = re.compile(r"<think>|<\|channel\|>analysis")
+_REASONING_ENDS = re.compile(r"</think>|<\|channel\|>final<\|message\|>")
 
 
 @register(TOOL_AGENT_LOOP)
@@ -53,9 +59,12 @@ class SearchToolAgentLoop(ToolAgentLoop):
         for tool in self.tools.values():
             if isinstance(tool, RetrievalTool):
                 tool.retriever = settings.retriever
-        marks = {mark for mark in self.tokenizer.get_added_vocab() if mark.startswith(("<", "["))}
-        marks = sorted(marks | set(self.tokenizer.all_special_tokens), key=len, reverse=True)
+        added = {mark: i for mark, i in self.tokenizer.get_added_vocab().items() if mark.startswith(("<", "["))}
+        marks = sorted({*added, *self.tokenizer.all_special_tokens}, key=len, reverse=True)
         self._marks = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+        # some vocabularies hold tags of HTML, which are text
+        control = {i for mark, i in added.items() if mark.startswith(("<|", "<｜", "["))}
+        self._control_ids = control | set(self.tokenizer.all_special_ids)
         self._turns: list[SearchTurn] = []
         self._asked: Span = (0, 0)  # the turn whose calls are being made
         # what was told to each call of this turn, by the call's id: its record, the text shown
@@ -67,7 +76,7 @@ class SearchToolAgentLoop(ToolAgentLoop):
         """Roll out one question; ``extra_fields["search_trace"]`` carries the record."""
         messages = list(kwargs["raw_prompt"])
         self._question = question_of({**kwargs, "prompt": messages}) or str(messages[-1]["content"])
-        golds = gold_answers({"reward_model": kwargs.get("reward_model")}, "a question of the dataset")
+        golds = training_golds(kwargs, "a question of the dataset")
         output = await super().run(sampling_params, priority=priority, **kwargs)
         if not output.response_mask:
             # verl takes "the last 0 tokens" of an empty response for all of the prompt, and rewards the last token
@@ -108,10 +117,10 @@ class SearchToolAgentLoop(ToolAgentLoop):
             _, calls = await self.tool_parser.extract_tool_calls(ids, tools)
         if calls:
             self._stop = "length" if end >= self.response_length else "max_turns"
-            self._add_calls(agent_data, calls[: self.max_parallel_calls], [None] * len(calls))
+            self._add_calls(agent_data, calls, [None] * len(calls))
         elif ids or not self._turns:
             cut = len(ids) >= limit and ids[-1] not in self.tokenizer.all_special_ids
-            self._add_last(ids, cut)
+            self._add_last(ids, cut, self._opens_reasoning(agent_data))
         return state
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
@@ -127,7 +136,7 @@ class SearchToolAgentLoop(ToolAgentLoop):
             observed = _observations(self.tokenizer, _response(agent_data), end, texts, shown)
         else:  # verl drops an observation that leaves no room: it never entered the context
             self._stop = "length"
-        self._add_calls(agent_data, calls, observed)
+        self._add_calls(agent_data, agent_data.tool_calls, observed)
         return state
 
     async def _call_tool(
@@ -149,11 +158,13 @@ class SearchToolAgentLoop(ToolAgentLoop):
     def _add_calls(
         self, agent_data: AgentData, calls: Sequence[FunctionCall], observed: Sequence[tuple[Span, str] | None]
     ) -> None:
-        """A turn of the record for each call; their spans follow one another and fill the assistant turn."""
+        """A turn of the record for each call made; their spans follow one another and fill the assistant turn."""
         start, end = self._asked
         ids = _response(agent_data)[start:end]
         tags = [(start + a, start + b) for a, b in self._tags(ids)]
-        for call, (first, last), seen in zip(calls, _call_spans(self.tokenizer, ids, calls), observed, strict=False):
+        spans = _call_spans(self.tokenizer, ids, calls)[: self.max_parallel_calls]
+        spans[-1] = (spans[-1][0], len(ids))
+        for call, (first, last), seen in zip(calls, spans, observed, strict=False):
             record = self._told.get(id(call), (None, ""))[0] or {}
             query = record.get("query")
             if id(call) not in self._told and isinstance(self._active(agent_data).get(call.name), RetrievalTool):
@@ -170,79 +181,103 @@ class SearchToolAgentLoop(ToolAgentLoop):
                 )
             )
 
-    def _add_last(self, ids: list[int], cut: bool) -> None:
-        """The turn that made no call: the answer, or a malformed one. ``cut``: a limit ended it in mid-sentence."""
+    def _add_last(self, ids: list[int], cut: bool, opened: bool) -> None:
+        """The turn that made no call: the answer, or a malformed one.
+
+        Args:
+            ids: its tokens.
+            cut: a limit ended it in mid-sentence.
+            opened: the prompt opened its reasoning.
+        """
         start, end = self._asked
-        read = read_turn(self.tokenizer, ids)
-        if read.action.kind == "answer":
-            found = read.action.content, read.content_span
-        else:
-            found = None if cut else self._plain_answer(ids, [tag[0] for tag in read.action.tags])
+        text, offsets = decode(self.tokenizer, ids), token_offsets(self.tokenizer, ids)
+        body, found = _after_reasoning(text, opened), None
+        if body is not None:
+            action = parse_action(text[body:])
+            if action.kind == "answer":
+                found = body + action.content_start, body + action.content_end
+            elif not action.tags and not cut:
+                found = self._plain_answer(ids, text, offsets, body)
         tags = tuple((start + a, start + b) for a, b in self._tags(ids))
         self._turns.append(SearchTurn("answer" if found else "malformed", (start, end), tags))
         if found:
-            text, (first, last) = found
-            self._answer, self._stop = (text, (start + first, start + last)), "answer"
+            ((first, last),) = char_spans_to_token_spans(offsets, [found])
+            self._answer, self._stop = (text[slice(*found)], (start + first, start + last)), "answer"
         elif cut:
             self._stop = "length"
 
-    def _plain_answer(self, ids: list[int], tags: Sequence[int]) -> tuple[str, Span] | None:
-        """The message after its reasoning, and its tokens; None when it is empty or holds tags, or marks of a call."""
+    def _plain_answer(self, ids: list[int], text: str, offsets: Sequence[Span], body: int) -> Span | None:
+        """The characters of a message without tags, from ``body`` on; None when empty or with marks of a call."""
         special = set(self.tokenizer.all_special_ids)
         length = len(ids)
         while length and ids[length - 1] in special:
             length -= 1
-        text = decode(self.tokenizer, ids[:length])
-        body = text.rfind(_END_OF_REASONING)
-        body = 0 if body < 0 else body + len(_END_OF_REASONING)
-        content = text[body:].strip()
-        if not content or any(tag >= body for tag in tags) or _CALL.search(content) or self._marks.search(content):
+        content = text[body : offsets[length - 1][1] if length else 0].strip()
+        if not content or _CALL.search(content) or self._marks.search(content):
             return None
         first = text.index(content, body)
-        (span,) = char_spans_to_token_spans(
-            token_offsets(self.tokenizer, ids[:length]), [(first, first + len(content))]
-        )
-        return content, span
+        return first, first + len(content)
 
     def _tags(self, ids: list[int]) -> list[Span]:
         """Structural tags and control tokens of a turn, wherever its action ends."""
-        special = set(self.tokenizer.all_special_ids)
-        control = {(i, i + 1) for i, token in enumerate(ids) if token in special}
-        return sorted(control | set(read_turn(self.tokenizer, ids).tag_spans))
+        tags = [tag.span() for tag in _TAG.finditer(decode(self.tokenizer, ids))]
+        control = {(i, i + 1) for i, token in enumerate(ids) if token in self._control_ids}
+        return sorted({*control, *char_spans_to_token_spans(token_offsets(self.tokenizer, ids), tags)})
+
+    def _opens_reasoning(self, agent_data: AgentData) -> bool:
+        """Whether the template opened the reasoning of the turn that was just sampled."""
+        end = len(agent_data.prompt_ids) - len(agent_data.response_ids)
+        return decode(self.tokenizer, agent_data.prompt_ids[max(0, end - 16) : end]).rstrip().endswith("<think>")
 
 
 def _response(agent_data: AgentData) -> list[int]:
     return agent_data.prompt_ids[len(agent_data.prompt_ids) - len(agent_data.response_mask) :]
 
 
+def _after_reasoning(text: str, opened: bool) -> int | None:
+    """Where the message begins that follows the reasoning of a turn; None when that never ends."""
+    ends = [end.end() for end in _REASONING_ENDS.finditer(text)]
+    if ends:
+        return ends[-1]
+    begin = _REASONING_BEGINS.search(text)
+    # after a whole answer the opening is no reasoning that could have led to it
+    return None if opened or (begin and parse_action(text[: begin.start()]).kind != "answer") else 0
+
+
 def _call_spans(tokenizer: Any, ids: list[int], calls: Sequence[FunctionCall]) -> list[Span]:
     """Token span of each call, reasoning before the first one included; together they fill the turn.
 
-    A call begins at the opening mark between it and the call before. One that cannot be found in the text has an empty
+    Each call is found by its words, from the last to the first and not before the mark that calls begin with: reasoning
+    and prose may hold the same words. It ends where the next mark begins. A call that cannot be found has an empty
     span, and its tokens belong to the next.
     """
     text = decode(tokenizer, ids)
-    found, cursor = [], 0
-    for call in calls:
-        at = _find(text, _spellings(call), cursor)
-        found.append(at)
-        cursor = at[1] if at else cursor
-    cuts = []
-    for here, following in pairwise(found):
-        cut = cuts[-1] if cuts else 0
-        if here:
-            mark = _OPENING.search(text, here[1], following[0] if following else len(text))
-            cut = mark.start() if mark else here[1]
+    begins = [mark.start() for mark in _CALL_BEGINS.finditer(text)]
+    begins = begins or [mark.start() for mark in _OPENING.finditer(text)]
+    begins.append(len(text))
+    ends: list[int | None] = []  # of the last call first
+    limit = len(text)
+    for call in reversed(calls):
+        places = [
+            max(((text.rfind(words, begins[0], limit), len(words)) for words in spellings), default=(-1, 0))
+            for spellings in _spellings(call)
+        ]
+        at, length = next((place for place in places if place[0] >= 0), (-1, 0))
+        ends.append(None if at < 0 else begins[bisect_left(begins, at + length)])
+        limit = limit if at < 0 else begins[max(0, bisect_left(begins, at) - 1)]
+    cuts, cut = [], 0
+    for end in ends[:0:-1]:  # the last call ends with the turn
+        cut = cut if end is None else end
         cuts.append(cut)
-    ends = [span[1] for span in char_spans_to_token_spans(token_offsets(tokenizer, ids), [(0, cut) for cut in cuts])]
-    return list(zip([0, *ends], [*ends, len(ids)], strict=True))
+    edges = [span[1] for span in char_spans_to_token_spans(token_offsets(tokenizer, ids), [(0, cut) for cut in cuts])]
+    return list(zip([0, *edges], [*edges, len(ids)], strict=True))
 
 
-def _spellings(call: FunctionCall) -> list[str]:
-    """How a call's own words may stand in the turn: its query first, else its arguments or its name."""
+def _spellings(call: FunctionCall) -> list[list[str]]:
+    """How a call's own words may stand in the turn: its query or arguments, at worst its name."""
     query = query_of(call.arguments)
-    words = [call.arguments, call.name] if query is None else [query]
-    return [spelt for word in words for spelt in (*_json(word), word) if spelt]
+    words = [call.arguments if query is None else query, call.name]
+    return [[spelt for spelt in (*_json(word), word) if spelt] for word in words]
 
 
 def _json(text: str) -> tuple[str, str]:

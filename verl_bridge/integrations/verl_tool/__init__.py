@@ -14,3 +14,5 @@ TOOL = "verl_bridge_search"
 AGENT_LOOP = "verl_bridge_search"
 #: ``reward_model.reward_manager``.
 REWARD_MANAGER = "verl_bridge_em"
+#: ``algorithm.adv_estimator`` while GCA is on: our trainer sets it itself.
+ESTIMATOR = "verl_bridge_prepared"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import urllib.request
 from collections.abc import Collection
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
 from verl_bridge.config import VerlBridgeConfig, load_settings
-from verl_bridge.config.schema import GCA_ESTIMATOR, AgentConfig, ConfigError
-from verl_bridge.integrations.checks import UNFIT_LOSSES, read_probe, trains_adapter
-from verl_bridge.integrations.verl_tool import AGENT_LOOP, REWARD_MANAGER, TOOL
+from verl_bridge.config.schema import AgentConfig, ConfigError
+from verl_bridge.integrations.checks import check_policy_loss, named_estimator, read_probe, stop_unless, trains_adapter
+from verl_bridge.integrations.verl_tool import AGENT_LOOP, ESTIMATOR, REWARD_MANAGER, TOOL
 
 #: verl-tool's estimators that need more than rewards, mask and groups.
 UNFIT_ESTIMATORS = ("remax", "mt_grpo")
@@ -26,14 +26,14 @@ class Preflight(Callback):
     """Hydra's ``on_job_start``: stop the run with a message when it cannot work."""
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        try:
-            settings = load_settings(config)
-            base_estimator(config, settings)
-            read_probe(settings.retriever.probe)
-        except Exception as error:
-            # Hydra turns any exception of a callback into a warning; a run that fails its checks must not go on.
-            print(f"verl_bridge: {error if isinstance(error, (ValueError, OSError)) else repr(error)}", file=sys.stderr)
-            raise SystemExit(2) from None
+        stop_unless(check_run, config)
+
+
+def check_run(config: DictConfig) -> None:
+    """Raises ConfigError for a setting or a probe that the run cannot work with."""
+    settings = load_settings(config)
+    base_estimator(config, settings)
+    read_probe(settings.retriever.probe)
 
 
 def base_estimator(config: DictConfig, settings: VerlBridgeConfig) -> str:
@@ -42,14 +42,10 @@ def base_estimator(config: DictConfig, settings: VerlBridgeConfig) -> str:
     Raises:
         ConfigError: a setting they cannot work with; names the key, the value and the fix.
     """
-    asked, named = str(config.algorithm.adv_estimator), settings.gca.base_estimator
-    if named is not None and not settings.gca.enable:
-        raise ConfigError(
-            f"verl_bridge.gca.base_estimator={named!r} with verl_bridge.gca.enable=false would change the recipe's "
-            "own estimator: set algorithm.adv_estimator instead"
-        )
-    base = named or ("grpo" if asked == GCA_ESTIMATOR else asked)
-    for broken, reason in (*_host(config), *_gca(config, settings, base), *_retriever(settings)):
+    base = named_estimator(config, settings, set(ADV_ESTIMATOR_REGISTRY) - {ESTIMATOR})
+    check_policy_loss(config, settings)
+    found = (*_host(config), *_advantages(config, base), *_gca(settings, base), *_retriever(settings))
+    for broken, reason in found:
         if broken:
             raise ConfigError(reason)
     _check_stop_tokens(config.actor_rollout_ref.agent.get("action_stop_tokens"))
@@ -82,6 +78,15 @@ def _host(config: DictConfig) -> list[tuple[bool, str]]:
             f"{key}.retokenization=true encodes the rollout anew, and its turns are at other tokens: set it false",
         ),
         (
+            not agent.get("mask_observations", True),
+            f"{key}.mask_observations=false trains the policy to write the passages itself: set it true",
+        ),
+        (
+            not config.data.get("return_raw_chat", False),
+            "data.return_raw_chat=false keeps the prompt from our agent loop, which reads the question there where a "
+            "row has no other: set it true",
+        ),
+        (
             manager == "search_r1_qa_em",
             "reward_model.reward_manager=search_r1_qa_em reads the prompt's own <answer> as the rollout's (a gold of "
             f"'Beijing' scores 1.0 without any answer): set it to {REWARD_MANAGER}",
@@ -89,22 +94,29 @@ def _host(config: DictConfig) -> list[tuple[bool, str]]:
     ]
 
 
-def _gca(config: DictConfig, settings: VerlBridgeConfig, base: str) -> list[tuple[bool, str]]:
-    loss, gca = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"), settings.gca
+def _advantages(config: DictConfig, base: str) -> list[tuple[bool, str]]:
+    asked, critic = config.algorithm.adv_estimator, config.critic.enable
+    return [
+        (
+            base == "gae" and not (asked == "gae" if critic is None else critic),
+            f"the estimator gae with algorithm.adv_estimator={asked} and critic.enable={critic}, by which verl-tool "
+            "makes no critic for it: set algorithm.adv_estimator=gae and critic.enable=null",
+        ),
+        (
+            config.algorithm.get("use_pf_ppo", False),
+            "algorithm.use_pf_ppo=true draws the batch anew whenever advantages are computed, which our trainer does "
+            "once more than verl-tool's: set it false",
+        ),
+    ]
+
+
+def _gca(settings: VerlBridgeConfig, base: str) -> list[tuple[bool, str]]:
+    gca = settings.gca
     found = [
         (
             base in UNFIT_ESTIMATORS,
             f"the estimator {base} needs more than verl-tool hands to GCA: choose another "
             "algorithm.adv_estimator or verl_bridge.gca.base_estimator",
-        ),
-        (
-            loss in UNFIT_LOSSES,
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss} averages or branches on advantages again, which "
-            "undoes GCA's residual: use vanilla or gspo, or verl_bridge.gca.enable=false",
-        ),
-        (
-            config.algorithm.get("use_pf_ppo", False),
-            "algorithm.use_pf_ppo=true draws the batch anew after GCA: set it false, or verl_bridge.gca.enable=false",
         ),
         (
             gca.salience != "uniform",
@@ -136,8 +148,8 @@ def _retriever(settings: VerlBridgeConfig) -> list[tuple[bool, str]]:
         ),
         (
             retriever.query_input != "query",
-            f"verl_bridge.retriever.query_input={retriever.query_input}: the tool server searches for the query "
-            "alone; set it to query",
+            f"verl_bridge.retriever.query_input={retriever.query_input}: the tool server searches only for the "
+            "query; set it to query",
         ),
         (
             settings.agent != AgentConfig(),
@@ -157,8 +169,8 @@ def _retriever(settings: VerlBridgeConfig) -> list[tuple[bool, str]]:
             ),
             (
                 bridge.micro_batch_tokens is not None,
-                f"verl_bridge.bridge.micro_batch_tokens={bridge.micro_batch_tokens}: verl-tool's workers go by "
-                "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu alone; set that, and this to null",
+                f"verl_bridge.bridge.micro_batch_tokens={bridge.micro_batch_tokens}: verl-tool's workers go only "
+                "by actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu; set that, and this to null",
             ),
             *(
                 (
@@ -176,7 +188,7 @@ def _check_stop_tokens(path: str | None) -> None:
     """Raises ConfigError unless verl-tool's file of stop texts ends a turn at a search."""
     key = f"actor_rollout_ref.agent.action_stop_tokens={path}"
     if path is None or not Path(path).is_file():
-        raise ConfigError(f"{key} is no file: write '</search>,</answer>' into one and give its path")
+        raise ConfigError(f"{key} is not a file: write '</search>,</answer>' into one and give its path")
     tokens = [token.strip() for token in Path(path).read_text(encoding="utf-8").split(",")]
     if not {"</search>", "</answer>"} <= set(tokens):
         raise ConfigError(f"{key} holds {tokens}: it needs </search> and </answer>, separated by a comma")

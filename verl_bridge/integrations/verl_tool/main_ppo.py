@@ -23,6 +23,7 @@ def arm(name: str) -> dict[str, Any]:
     methods["gca"] = {**methods.get("gca", {}), "salience": "uniform"}  # there are no token statistics here
     return {
         "hydra": {"callbacks": {"verl_bridge": {"_target_": "verl_bridge.integrations.verl_tool.checks.Preflight"}}},
+        "data": {"return_raw_chat": True},  # Search-R1's files have the question in the prompt only
         "actor_rollout_ref": {
             "agent": {"truncate_obs_side": "right"},
             "rollout": {

@@ -18,7 +18,8 @@ from verl_bridge.config.schema import ConfigError
 from verl_bridge.integrations.verl_tool import TOOL
 from verl_bridge.integrations.verl_tool.settings import open_source, read_counts
 from verl_bridge.qa.actions import parse_action
-from verl_bridge.retrieval.protocol import MAX_QUERY_CHARACTERS, no_answer, observe
+from verl_bridge.retrieval.protocol import MAX_QUERY_CHARACTERS, observe
+from verl_bridge.retrieval.wire import failed_answer
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class BridgeSearchTool(BaseTool):
         parsed = [None if done else parse_action(a) for a, done in zip(actions, finished, strict=True)]
         queries = {i: a.content for i, a in enumerate(parsed) if a is not None and a.kind == "search"}
         asked = [i for i, query in queries.items() if len(query) <= MAX_QUERY_CHARACTERS]
-        answers = {i: no_answer("the query is too long") for i in queries}
+        answers = {i: failed_answer("the query is too long") for i in queries}
         if asked:
             answers |= zip(asked, await self._search([queries[i] for i in asked]), strict=True)
         told = [observe(action, answers.get(i), self.shown) for i, action in enumerate(parsed)]
@@ -92,4 +93,4 @@ class BridgeSearchTool(BaseTool):
             return await self.source.search(queries, self.top_k)
         except Exception as error:  # a retriever in this process; a client answers what went wrong
             logger.exception("a retrieval failed")
-            return [no_answer(str(error) or type(error).__name__)] * len(queries)
+            return [failed_answer(str(error) or type(error).__name__)] * len(queries)

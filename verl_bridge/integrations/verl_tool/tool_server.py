@@ -35,7 +35,7 @@ def check(tool_type: str | tuple[str, ...], **options: Any) -> str:
     for name in names:
         if name not in base.ALL_TOOLS:
             known = ", ".join(sorted(base.ALL_TOOLS))
-            raise ValueError(f"--tool_type {name!r} is no tool of verl-tool's or ours: choose of {known}")
+            raise ValueError(f"--tool_type {name!r} is not a tool of verl-tool's or ours: choose one of {known}")
     if TOOL not in names:
         raise ValueError(f"--tool_type {','.join(names)} without {TOOL}: add it, or start verl-tool's own server")
     if options.get("use_ray"):

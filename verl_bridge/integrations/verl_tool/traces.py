@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_bridge.integrations.tokens import encode_text
 from verl_bridge.integrations.verl_tool import TOOL
 from verl_bridge.qa.actions import Action, decode, read_turn
-from verl_bridge.qa.questions import gold_answers, question_of
+from verl_bridge.qa.questions import question_of, training_golds
 from verl_bridge.trace import SearchTrace, SearchTurn, Span, StopReason, TurnKind
 
 
@@ -37,6 +38,23 @@ class RecordingManager:
         output = await self._manager.generate(request_id, prompt_ids=prompt_ids, **options)
         self.generations.append(Generation(start, len(output.token_ids)))
         return output
+
+
+class ObservationTokenizer:
+    """The policy's tokenizer for verl-tool's loop, which encodes only observations: control tokens in them are text.
+
+    With the plain one, a passage that spells out ``<|im_end|>`` would end the turn in which it is read.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """As :func:`~verl_bridge.integrations.tokens.encode_text`."""
+        return encode_text(self._tokenizer, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 def complete(output: Any, tokenizer: Any, generations: Sequence[Generation], row: Mapping[str, Any]) -> None:
@@ -68,7 +86,7 @@ def complete(output: Any, tokenizer: Any, generations: Sequence[Generation], row
     trace = build_trace(
         tokenizer,
         question=question,
-        golden_answers=gold_answers(row, "a question of the dataset"),
+        golden_answers=training_golds(row, "a question of the dataset"),
         prompt_length=len(output.prompt_ids),
         response_ids=output.response_ids,
         generations=generations,
@@ -76,7 +94,7 @@ def complete(output: Any, tokenizer: Any, generations: Sequence[Generation], row
         host_reason=output.extra_fields["traj_stop_reason"],
     )
     for answer in told:
-        answer.pop("candidates", None)  # ten documents a search, which nothing after this reads
+        answer.pop("candidates", None)  # ten documents per search, which nothing after this reads
     output.extra_fields["search_trace"] = trace.to_dict()
 
 

@@ -1,7 +1,7 @@
 """verl-tool's trainer with BRIDGE and GCA between the rewards and the policy update.
 
 Its last hook before the advantages (``compute_rollout_importance_weights_and_add_to_batch``) sees the whole batch and
-may add metrics; an estimator sees rewards and masks alone. So the hook asks verl for the base advantages, lets the
+may add metrics; an estimator sees only rewards and masks. So the hook asks verl for the base advantages, lets the
 retriever learn, grounds the advantages, and the estimator ``verl_bridge_prepared`` hands out what the hook has made.
 """
 
@@ -22,12 +22,11 @@ from verl_bridge.bilevel.schedule import count_updates
 from verl_bridge.config import load_settings
 from verl_bridge.integrations.checks import check_gold_answers, read_probe
 from verl_bridge.integrations.methods import SearchMethods
-from verl_bridge.integrations.tokens import encode_text
-from verl_bridge.integrations.verl.retriever_step import RetrieverStep
+from verl_bridge.integrations.retriever_step import RetrieverStep
+from verl_bridge.integrations.verl_tool import ESTIMATOR
 from verl_bridge.integrations.verl_tool.batch import answer_log_probs, read_rollouts
 from verl_bridge.integrations.verl_tool.checks import base_estimator, check_tool_server
 
-ESTIMATOR = "verl_bridge_prepared"
 _prepared: dict[str, torch.Tensor] = {}  # advantages and returns  # (batch, response)
 
 
@@ -99,8 +98,8 @@ class BridgeTrainer(SearchMethods, AgentRayPPOTrainer):
         metrics["search/masked_share"] = float((rollouts.response_mask.sum(-1) == 0).float().mean())
         if self._trains_adapter and self.global_steps % self.settings.bridge.interval == 0:
             # a rollout that the tool server failed is out of the loss, and its reward is nobody's doing
-            by_reward = self._teaches_by_reward(rollouts, signals) & rollouts.response_mask.bool().any(-1)
-            result = self._retriever_step()(rollouts, advantages, by_reward, seed=self.global_steps, timing=timing)
+            rl_mask = self._rl_mask(rollouts, signals) & rollouts.response_mask.bool().any(-1)
+            result = self._retriever_step()(rollouts, advantages, rl_mask, seed=self.global_steps, timing=timing)
             metrics.update(result.metrics)
         if self.settings.gca.enable:
             with marked_timer("gca", timing):
@@ -117,19 +116,10 @@ class BridgeTrainer(SearchMethods, AgentRayPPOTrainer):
     # ---- the retriever ----------------------------------------------------------------------------------------
 
     def _retriever_step(self) -> RetrieverStep:
-        bridge, tokenizer = self.settings.bridge, self.tokenizer
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        return RetrieverStep(
-            retrieval=self.retrieval,
-            score=partial(answer_log_probs, self.actor_rollout_wg, pad_token=pad),
-            tokenize=partial(encode_text, tokenizer),
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
+        key = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"
+        return self._step_with(
+            partial(answer_log_probs, self.actor_rollout_wg, pad_token=pad),
+            limits={key: self.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu},
             synchronous=True,
-            prefix=bridge.likelihood_context == "prefix",
-            all_golds=bridge.golds == "best",
-            length_normalise=bridge.length_normalise,
-            token_budget=bridge.token_budget,
-            max_tokens=self.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu,
-            query_input=self.settings.retriever.query_input,
-            unicode=self._unicode_aliases,
-            correction_scale=0.0,
         )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 LENGTHS = ((5, 9), (3, 4), (8, 1), (2, 12), (4, 6), (1, 3))  # prompt and response
@@ -229,6 +229,7 @@ def test_critic_engine_values_every_token(host_config, process_group):
     assert expected.abs().max() > 1e-3
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=4), st.data())
 def test_predicting_positions_against_a_loop(masks, data):
     from verl_bridge.integrations.verl.cpu.engine import predicting_positions
@@ -242,6 +243,7 @@ def test_predicting_positions_against_a_loop(masks, data):
     assert got.tolist() == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=24), st.integers(50, 400))
 def test_rows_per_micro_batch_divide_and_fit(lengths, budget):
     from verl_bridge.integrations.verl.cpu.engine import rows_per_micro_batch

@@ -2,7 +2,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_bridge.integrations.verl.cpu.generation import BatchGenerator, Request, request_seed, similar_lengths
@@ -135,6 +135,7 @@ def test_defaults_of_the_checkpoint_do_not_leak_in(model, tokenizer):
     assert BatchGenerator(model, 0, tokenizer.decode)([request])[0].token_ids == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 5))
 def test_similar_lengths_takes_the_first_and_pads_least(lengths, rows):
     chosen = similar_lengths(lengths, rows)

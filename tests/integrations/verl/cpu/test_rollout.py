@@ -128,7 +128,7 @@ def test_errors_reach_the_caller_and_the_server_goes_on(settings):
             await ask(server, (2, 3), beam_width=3)
         with pytest.raises(ValueError, match=r"60 tokens leaves no room .*max_model_len=60"):
             await ask(server, [2] * 60)
-        with pytest.raises(ValueError, match="text alone"):
+        with pytest.raises(ValueError, match="only text"):
             await server.generate([2], {}, "id", image_data=[object()])
         # An id the embedding does not have fails inside the batch.
         with pytest.raises(IndexError):

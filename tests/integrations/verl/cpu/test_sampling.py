@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_bridge.integrations.verl.cpu.sampling import RowSampler, SamplingParams, keep_likeliest
@@ -85,6 +85,7 @@ row = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(row, st.floats(0, 1, exclude_max=True)), min_size=1, max_size=5), st.integers(0, 2**31))
 def test_rows_are_independent_and_possible(rows, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -101,6 +102,7 @@ def test_rows_are_independent_and_possible(rows, seed):
         assert alone_log_prob.item() == pytest.approx(log_prob[i].item(), abs=1e-6)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.floats(0.01, 1.0), st.integers(0, 2**31))
 def test_keep_likeliest_against_a_loop(top_k, top_p, seed):
     scores = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed))

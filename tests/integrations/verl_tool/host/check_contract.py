@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from contracts import host
+from omegaconf import OmegaConf
 
+from verl_bridge.config import load_settings
 from verl_bridge.integrations import verl_tool
+from verl_bridge.integrations.verl_tool.checks import base_estimator
 
+RECIPE = Path(__file__).parents[4] / "recipes/verl_tool.sh"
 PACKAGE = Path(verl_tool.__path__[0])
-SHARED = [PACKAGE.parent / "methods.py", PACKAGE.parent / "verl/retriever_step.py"]
+SHARED = sorted(PACKAGE.parent.glob("*.py"))
 
 CALLS = [
     ("verl_tool.servers.tool_server:main", 0, ("tool_type", "host", "port")),
@@ -57,6 +63,7 @@ SAYS = {
     "verl_tool.agent_loop.verltool_agent_loop:VerlToolAgentLoop.run": (
         "await self.server_manager.generate(",
         "running_prompt_ids.extend(gen_ids)",
+        "obs_token_ids = self.tokenizer.encode(obs_text)",
         '"tool_interact_info": stats_dict.get("tool_interact_info", [])',
         '"traj_stop_reason": traj_stop_reason',
         "if do_action and not is_last_step:",
@@ -107,6 +114,23 @@ def test_calls_that_go_through_objects():
 
 def test_what_we_count_on():
     assert host.source_differences(SAYS) == []
+
+
+@pytest.mark.parametrize("arm", ["bridge", "baseline"])
+def test_the_recipe_composes_and_is_accepted(arm):
+    run = subprocess.run(
+        [RECIPE, arm, "--cfg", "job"],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    made = OmegaConf.create(run.stdout[run.stdout.index("actor_rollout_ref:\n") :])
+    settings = load_settings(made)
+    assert base_estimator(made, settings) == "grpo"
+    assert settings.bridge.enable is (arm == "bridge") and settings.gca.enable is False
+    assert made.data.return_raw_chat is True and made.data.filter_overlong_prompts is True
+    assert (made.actor_rollout_ref.agent.max_turns, made.actor_rollout_ref.agent.truncate_obs_side) == (4, "right")
 
 
 def test_serve_uses_of_subprocess_what_ours_has():

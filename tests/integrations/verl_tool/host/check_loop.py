@@ -97,6 +97,15 @@ def test_spans_hold_the_very_turns(roll, tool_server, tokenizer):
     assert len(output.extra_fields["tool_interact_info"]) == 4  # the answer was sent to the tool, too
 
 
+def test_control_tokens_that_a_passage_spells_out_are_text(roll, tool_server, tokenizer):
+    output, trace = roll(tool_server, "<search>hostile</search>", ANSWER)
+    (seen,) = (turn for turn in trace.turns if turn.observation_span is not None)
+    ids = output.response_ids[slice(*seen.observation_span)]
+    assert seen.observation.count(tokenizer.eos_token) == 2 and tokenizer.decode(ids) == seen.observation
+    assert not set(ids) & set(tokenizer.all_special_ids)
+    assert set(tokenizer.encode(seen.observation)) >= {tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+
 def test_a_dead_tool_server_takes_the_rollout_out_of_the_loss(roll):
     output, trace = roll(DEAD, SEARCH)
     assert output.extra_fields["traj_stop_reason"] == "tool_signaled_done"

@@ -21,11 +21,15 @@ from verl_bridge.config.schema import ConfigError
 from verl_bridge.integrations.verl_tool.checks import check_tool_server
 
 PACKAGE = "verl_bridge.integrations.verl_tool"
+HOSTILE = {"id": "h", "title": "<eos>", "text": "x <pad> <eos>"}
 DOCUMENTS = [{"id": f"d{i}", "title": f"Title {i}", "text": f"text {i}"} for i in range(4)]
 
 
 class Retriever(BaseHTTPRequestHandler):
-    """`verl-bridge serve`'s ``/search``: four documents for every query, HTTP 500 for "broken"; counts its requests."""
+    """`verl-bridge serve`'s ``/search``: four documents for every query; counts its requests.
+
+    "broken" gets HTTP 500; for "hostile" the first document spells out control tokens.
+    """
 
     requests: ClassVar[list[list[str]]] = []
 
@@ -33,7 +37,7 @@ class Retriever(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.requests.append(asked["queries"])
         failed = "broken" in asked["queries"]
-        found = DOCUMENTS[: asked["top_k"]]
+        found = [*([HOSTILE] if "hostile" in asked["queries"] else []), *DOCUMENTS][: asked["top_k"]]
         result = {"status": "ok", "error": None, "ids": [d["id"] for d in found], "documents": found}
         result |= {"scores": [1 - i / 8 for i in range(len(found))], "adapter_version": 5}
         answer = {"detail": "no"} if failed else {"adapter_version": 5, "results": [result] * len(asked["queries"])}
@@ -142,7 +146,7 @@ def test_theirs_starts_healthy_without_a_tool_it_does_not_know(retriever):
 @pytest.mark.parametrize(
     ("arguments", "env", "words"),
     [
-        (["--tool_type", "no_such_tool"], {}, "verl_bridge: --tool_type 'no_such_tool' is no tool"),
+        (["--tool_type", "no_such_tool"], {}, "verl_bridge: --tool_type 'no_such_tool' is not a tool"),
         ([], {"VERL_BRIDGE_RETRIEVER_URL": ""}, "verl_bridge: the search tool has nothing to search"),
     ],
 )

@@ -21,6 +21,7 @@ from verl_bridge.embedded import policy
 from verl_bridge.trace import SearchTrace
 
 MODEL = policy.__file__.removesuffix(".py")
+QUESTION = "What is the capital of Peru?"
 TOWNS = ("Peru", "Chile", "Ecuador", "Bolivia", "Brazil", "Uruguay")
 TEXTS = [
     ("Peru", "The capital of Peru is Lima."),
@@ -42,11 +43,12 @@ def world(tmp_path_factory):
     lines = [json.dumps({"id": f"d{i}", "title": a, "text": b}) for i, (a, b) in enumerate(TEXTS)]
     corpus.write_text("\n".join(lines) + "\n")
     DocumentIndex.build(Corpus.open(corpus), load_encoders(encoder)[1], index)
-    row = {
+    row = {  # Search-R1's columns: the question is in the prompt only
         "data_source": "nq",
-        "prompt": [{"role": "user", "content": "What is the capital of Peru?"}],
+        "prompt": [{"role": "user", "content": f"Use the tags. Question: {QUESTION}\n"}],
+        "ability": "fact-reasoning",
         "reward_model": {"style": "rule", "ground_truth": {"target": ["Lima"]}},
-        "extra_info": {"index": 0, "split": "train", "question": "What is the capital of Peru?"},
+        "extra_info": {"index": 0, "split": "train"},
     }
     pandas.DataFrame([row] * 4).to_parquet(folder / "train.parquet")
     (folder / "stop").write_text("</search>,</answer>")
@@ -142,6 +144,7 @@ def test_two_steps_and_a_third_after_a_resume(world):
     for number, update in enumerate(updates):
         traces = [SearchTrace.from_dict(trace) for trace in update["search_trace"]]
         assert len(traces) == 4 and {trace.answer for trace in traces} == {"Lima", "Quito"}
+        assert {trace.question for trace in traces} == {QUESTION}
         # searches of a step were answered by the adapter of the step before
         assert {turn.adapter_version for trace in traces for turn in trace.searches} == {number}
         for row, trace in enumerate(traces):

@@ -88,7 +88,7 @@ def swap_cpu_workers(trainer: Any) -> None:
 
 
 def rollout_replicas(trainer: Any) -> int:
-    """How many replicas a V1 trainer will have, ranked from 0: one a rank of its own, then the standalone ones."""
+    """How many replicas a V1 trainer will have, ranked from 0: one per rank of its own, then the standalone ones."""
     config = trainer.config
     rollout = config.actor_rollout_ref.rollout
     replicas = 0

@@ -1,7 +1,7 @@
 """FSDP2 engines for device ``cpu``.
 
 The language-model engine computes logits only where they are used, for a search agent's sequence is mostly prompt and
-observation. A forward pre-hook on the output projection hands it the selected hidden states alone; log-probs,
+observation. A forward pre-hook on the output projection hands it only the selected hidden states; log-probs,
 entropies and gradients at those positions are those of the full computation, elsewhere the output is 0.
 
 Micro-batches are of similar length: 128 sequences of up to 586 tokens under a budget of 4,096 take 5.0 instead of
@@ -12,9 +12,11 @@ of 1.35 GB (1.4 M parameters, vocabulary 3,000).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import restore_dynamic_batch
@@ -73,7 +75,7 @@ def rows_per_micro_batch(lengths: Sequence[int], budget: int) -> int:
 
 
 class _CPUEngineMixin:
-    def _build_fsdp_module(self, module):
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         # A reference model (forward_only) would get CPUOffloadPolicy(pin_memory=True): there is nothing to offload
         # to, and pinning fails without an accelerator.
         configured = self.engine_config
@@ -83,7 +85,9 @@ class _CPUEngineMixin:
         finally:
             self.engine_config = configured
 
-    def forward_backward_batch(self, data, loss_function, forward_only=False):
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict[str, Any]:
         """verl's, over micro-batches of similar length where it would balance long with short.
 
         Every micro-batch is padded to its longest row here; on one rank the grouping is free to choose, for losses and
@@ -111,7 +115,7 @@ class CPULanguageModelEngine(_CPUEngineMixin, SalienceFSDPEngine):
 
     _positions: Tensor | None = None  # (rows of the padded batch that keep their logits,); None: all of them
 
-    def token_outputs(self, logits: Tensor, labels: Tensor, micro_batch) -> dict[str, Tensor]:
+    def token_outputs(self, logits: Tensor, labels: Tensor, micro_batch: TensorDict) -> dict[str, Tensor]:
         """Per-token outputs at the selected positions; a subclass adds its own to ``super()``'s.
 
         Args:
@@ -130,7 +134,7 @@ class CPULanguageModelEngine(_CPUEngineMixin, SalienceFSDPEngine):
             outputs |= salience_outputs(logits.detach(), labels, micro_batch)
         return outputs
 
-    def _build_fsdp_module(self, module):
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         module.get_output_embeddings().register_forward_pre_hook(self._select_hidden_states)
         return super()._build_fsdp_module(module)
 
@@ -140,13 +144,15 @@ class CPULanguageModelEngine(_CPUEngineMixin, SalienceFSDPEngine):
         (hidden,) = args  # (batch, longest, hidden)
         return (hidden.flatten(0, 1)[self._positions].unsqueeze(0),)
 
-    def forward_step(self, micro_batch, loss_function, forward_only):
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
         try:
             return super().forward_step(micro_batch, loss_function, forward_only)
         finally:
             self._positions = None
 
-    def prepare_model_inputs(self, micro_batch):
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         model_inputs, output_args = super().prepare_model_inputs(micro_batch)
         full = any(
             tu.get_non_tensor_data(data=micro_batch, key=key, default=key == "use_remove_padding")
@@ -165,7 +171,13 @@ class CPULanguageModelEngine(_CPUEngineMixin, SalienceFSDPEngine):
         output_args["selected"] = packed
         return model_inputs, output_args
 
-    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+    def prepare_model_outputs(
+        self,
+        output: Any,
+        output_args: dict[str, Any],
+        micro_batch: TensorDict,
+        logits_processor_func: Callable | None,
+    ) -> dict[str, Tensor]:
         if self._positions is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         selected = output_args["selected"]
@@ -187,7 +199,7 @@ class CPULanguageModelEngine(_CPUEngineMixin, SalienceFSDPEngine):
 class CPUValueModelEngine(_CPUEngineMixin, FSDPEngineWithValueHead):
     """Critic: a token-classification head of one label, with sdpa attention (verl's loader insists on flash)."""
 
-    def _build_module(self):
+    def _build_module(self) -> nn.Module:
         from transformers import AutoModelForTokenClassification
 
         config = self.model_config.hf_config

@@ -48,7 +48,7 @@ def _device_module() -> types.ModuleType:
 
 
 class PlatformCPU(PlatformBase):
-    """Chosen by ``VERL_PLATFORM=cpu`` alone, never by detection."""
+    """Chosen only by ``VERL_PLATFORM=cpu``, never by detection."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -95,7 +95,7 @@ class PlatformCPU(PlatformBase):
         return "CUDA_VISIBLE_DEVICES"
 
     def ray_resource_name(self) -> str:
-        # verl counts "GPU" or "NPU" alone when it places workers: cpu.yaml starts Ray with one logical GPU a rank.
+        # verl counts only "GPU" or "NPU" when it places workers: cpu.yaml starts Ray with one logical GPU per rank.
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:

@@ -93,7 +93,7 @@ class RolloutServer:
         self.global_steps: int | None = None
         self.draws: Counter[tuple[int, ...]] = Counter()  # requests so far by prompt, under the present weights
         self.waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
-        # The model is touched by this one thread alone, so new weights never meet a batch in progress.
+        # The model is touched only by this one thread, so new weights never meet a batch in progress.
         self.thread = ThreadPoolExecutor(max_workers=1, initializer=prepare_thread)
         self.in_flight = 0
         self.paused = self.rejecting = False
@@ -122,7 +122,7 @@ class RolloutServer:
             ValueError: a prompt that leaves no room, or sampling parameters that cannot be honoured.
         """
         if image_data or video_data:
-            raise ValueError("image_data or video_data given: the rollout on cpu serves text alone")
+            raise ValueError("image_data or video_data given: the rollout on cpu serves only text")
         while self.paused:
             if self.rejecting:
                 return self._output(Completion(), sampling_params.get("logprobs"))
@@ -219,10 +219,6 @@ class RolloutServer:
         self.paused = self.rejecting = False
         self.resumed.set()
 
-    async def set_global_steps(self, global_steps: int) -> None:
-        """Note the weights' version."""
-        self.global_steps = global_steps
-
     # Weights share the host's memory and no cache outlives a batch: nothing to release, restore or profile.
     async def sleep(self) -> None: ...
 
@@ -265,7 +261,7 @@ class CPURolloutReplica(RolloutReplica):
         await server.launch_server.remote()
         self.servers = [server]
         self._server_handle = server
-        self._server_address = server_name(self.replica_rank, suffix)  # a key for the load balancer alone
+        self._server_address = server_name(self.replica_rank, suffix)  # only a key for the load balancer
 
     async def sleep(self) -> None:
         await asyncio.gather(*[server.wait_for_requests_to_drain.remote() for server in self.servers])

@@ -80,7 +80,7 @@ class SamplingParams:
                 f"supported are {[field.name for field in fields(cls)]}"
             )
         values["stop_token_ids"] = tuple(dict.fromkeys((*values.get("stop_token_ids", ()), *eos)))
-        # logprobs=0 asks for the sampled token's alone, which is what there is.
+        # logprobs=0 asks only for the sampled token's, which is what there is.
         values["logprobs"] = values.get("logprobs", False) is not False
         return cls(max_tokens=limit, stop=(stop,) if isinstance(stop, str) else tuple(stop), **values)
 
@@ -92,7 +92,7 @@ class RowSampler:
     draws depends neither on the other rows nor on their number (but for rounding in the model's matrix products).
 
     Args:
-        params: one a row, (rows,).
+        params: one per row, ``(rows,)``.
         uniforms: numbers in [0, 1), float64, (rows, steps): column t serves the t-th new token.
     """
 

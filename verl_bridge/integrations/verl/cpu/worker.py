@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 
@@ -30,7 +31,7 @@ def init_process_group() -> None:
 class CPUTrainingWorker(TrainingWorker):
     """A critic's worker: verl starts the group in its constructor."""
 
-    def __init__(self, config):
+    def __init__(self, config: TrainingWorkerConfig) -> None:
         init_process_group()
         super().__init__(config)
 
@@ -39,7 +40,7 @@ class CPUActorRolloutRefWorker(ActorRolloutRefWorker):
     """Actor, rollout adapter and reference policy: verl starts the group in ``init_model``."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self):
+    def init_model(self) -> None:
         init_process_group()
         super().init_model()
 
@@ -48,7 +49,7 @@ class CPUDetachActorWorker(DetachActorWorker):
     """The same for separate_async, which puts weights aside (``save_model_to_cpu``) and takes them up again."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self):
+    def init_model(self) -> None:
         init_process_group()
         super().init_model()
 

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 from standins import Actor, Serving
 
-from verl_bridge.integrations.verl import retrieval
+from verl_bridge.integrations import retrieval
 from verl_bridge.retrieval import deployment
 
 

@@ -95,5 +95,5 @@ class Serving:
 
 def opened(given):
     """The keywords with which a retriever is opened, without those about the actor."""
-    actor = ("updater", "searchable", "timeout", "restarts", "wait", "num_gpus", "num_cpus", "device")
+    actor = ("updater", "searchable", "timeout", "deadline", "restarts", "wait", "num_gpus", "num_cpus", "device")
     return {key: value for key, value in given.items() if key not in (*actor, "replicas", "shards")}

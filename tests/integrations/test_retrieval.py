@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from standins import Found, answer, opened, settings
 
-from verl_bridge.integrations.verl import retrieval, sources
+from verl_bridge.integrations import retrieval, sources
 from verl_bridge.retrieval import deployment
 
 
@@ -91,12 +91,34 @@ def test_a_server_that_answers_from_another_version_is_noticed(started):
         started.actor.version = 3
         made.publish()
         made.check_served([3, 3])
+        made.save("/checkpoints/global_step_3/retriever")
         with pytest.raises(
-            RuntimeError, match=r"by adapter version 0, 1, but 3 was published to .*url='http.*restarted"
+            RuntimeError,
+            match=r"by adapter version 0, 1, but 3 was published to .*url='http.*restarted.*"
+            r"from /checkpoints/global_step_3/retriever to publish again",
         ):
             made.check_served([3, 1, 0])
 
     with_servers([Server()], work)
+
+
+def test_a_server_that_was_started_again_is_given_the_present_version(started):
+    servers = [Server(), Server()]
+
+    def work(url):
+        made = retrieval.TrainerRetrieval(settings(url=url), seed=0, updater="updater")
+        started.actor.version = 3
+        made.publish()
+        servers[1].version = 0
+        made.publish()
+        assert [server.version for server in servers] == [3, 3]
+        made.check_served([3, 3])
+
+    with_servers(servers, work)
+    shared = retrieval.TrainerRetrieval(settings(), seed=0, updater="updater")
+    del started.actor.asked[:]
+    shared.publish()
+    assert started.actor.asked == [("version",)]  # it learns and serves: nothing is given to anybody
 
 
 def test_a_publication_that_fails_stops_the_run(started):
@@ -148,6 +170,7 @@ def test_ray_serve_starts_from_the_same_seed_and_takes_every_later_version(start
     made = retrieval.TrainerRetrieval(settings(replicas=2, shards=3), seed=5, updater="updater")
     ((name, given),) = started.served
     assert (name, given["replicas"], given["shards"], given["seed"]) == ("verl_bridge_retriever", 2, 3, 5)
+    assert (given["timeout"], given["deadline"]) == (300.0, 2.0)
     ((name, learner),) = started.actors.items()
     assert name == "verl_bridge_retriever_learner" and opened(given) == opened(learner)
     assert not learner["searchable"]  # the learner looks vectors up, the replicas search

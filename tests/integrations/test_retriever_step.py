@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 
 import pytest
 import torch
 
 from verl_bridge.bilevel.updater import UpdateResult
-from verl_bridge.integrations.verl.retriever_step import RetrieverStep
-from verl_bridge.integrations.verl.rollouts import RolloutBatch
+from verl_bridge.config.schema import ConfigError
+from verl_bridge.integrations import retriever_step
+from verl_bridge.integrations.retriever_step import RetrieverStep, correction_of
+from verl_bridge.integrations.rollout_batch import RolloutBatch
 from verl_bridge.trace import SearchTrace, SearchTurn
 
 DOCUMENTS = {i: {"id": i, "title": i, "text": f"{i} Lima" if i == "b" else i} for i in "abc"}
@@ -20,7 +24,7 @@ class Retrieval:
     """TrainerRetrieval's place: version 3 is served, and the learner still knows version 2."""
 
     def __init__(self, shift=None):
-        self.events, self.shift, self.stale = [], shift, None
+        self.events, self.shift, self.stale, self.not_finite = [], shift, None, 0.0
 
     def check_served(self, versions, *, older):
         self.events.append(("check_served", list(versions), older))
@@ -34,9 +38,12 @@ class Retrieval:
         self.events.append(("documents", ids))
         return [DOCUMENTS[i] for i in ids]
 
+    def publish(self):
+        self.events.append(("publish",))
+
     def update(self, batch):
         self.events.append(("update", batch))
-        return UpdateResult(4, {"bridge/loss": 0.5}, self.shift)
+        return UpdateResult(4, {"bridge/loss": 0.5, "bridge/turns_not_finite": self.not_finite}, self.shift)
 
 
 def search(version, candidates=("a", "b"), query="q", start=0):
@@ -67,6 +74,7 @@ def rollouts(*turns_of_rows):
 
 
 FAILED = SearchTurn("search", (0, 4), query="q", status="error")
+FAILED_LATER = SearchTurn("search", (8, 12), query="q", status="error")
 
 
 def step(retrieval, scored, **changes):
@@ -81,9 +89,10 @@ def step(retrieval, scored, **changes):
         "synchronous": True,
         "prefix": False,
         "all_golds": False,
-        "length_normalise": False,
+        "length_normalize": False,
         "token_budget": None,
         "max_tokens": 512,
+        "max_tokens_key": "the.key",
         "query_input": "query",
         "unicode": False,
         "correction_scale": 0.25,
@@ -101,13 +110,13 @@ def contains_b(context):
     return "(Title: b) b Lima" in context
 
 
-def run(made, batch, advantages=None, by_reward=None):
+def run(made, batch, advantages=None, rl_mask=None):
     n = len(batch.keys)
     timing: dict = {}
     result = made(
         batch,
         torch.linspace(-1, 1, n) if advantages is None else torch.tensor(advantages),
-        torch.ones(n, dtype=torch.bool) if by_reward is None else torch.tensor(by_reward),
+        torch.ones(n, dtype=torch.bool) if rl_mask is None else torch.tensor(rl_mask),
         seed=0,
         timing=timing,
     )
@@ -148,10 +157,22 @@ def test_searches_by_versions_the_learner_no_longer_keeps_are_left_out_and_count
     assert result.metrics["bridge/plan/turns_failed"] == 1
     # one version behind and none
     assert (result.metrics["bridge/staleness_mean"], result.metrics["bridge/staleness_max"]) == (0.5, 1.0)
-    nothing = Retrieval()
-    result, _ = run(step(nothing, lambda *_: -1.0, synchronous=False), rollouts([search(0)]))
-    assert [event[0] for event in nothing.events] == ["check_served"] and result.metrics["bridge/turns_stale"] == 1
-    assert "bridge/staleness_max" not in result.metrics
+
+
+def test_servers_that_answer_with_none_of_the_learners_versions_get_its_adapter_again(caplog):
+    """One that was started again serves version 0, and without an update nobody would ever publish to it."""
+    for turns in ([search(0)], [search(0), search(1, start=4), FAILED_LATER]):
+        caplog.clear()
+        nothing = Retrieval()
+        result, _ = run(step(nothing, lambda *_: -1.0, synchronous=False), rollouts(turns))
+        assert [event[0] for event in nothing.events] == ["check_served", "publish"]
+        assert result.metrics["bridge/turns_stale"] == len(turns) - (FAILED_LATER in turns)
+        assert "bridge/staleness_max" not in result.metrics
+        assert "none of which the learner keeps (2 to 3): its adapter is published again" in caplog.text
+    for turns in ([search(0)], [search(2)]), ([FAILED],):  # one is enough to learn from; nobody answered
+        made = Retrieval()
+        run(step(made, lambda *_: -1.0, synchronous=False), rollouts(*turns))
+        assert ("publish",) not in made.events
 
 
 @pytest.mark.parametrize(("prefix", "before"), [(False, (1,)), (True, (1, 11, 12, 13, 14))])
@@ -176,9 +197,9 @@ def test_the_likeliest_gold_counts_per_document_and_by_length():
         # the longer alias is likelier under document b alone
         return (-0.1 if contains_b(context) else -3.0) if "Peru" in answer else -1.0
 
-    for length_normalise, expected in ((False, [-5.0, -1.1]), (True, [-1.0, -0.1])):
+    for length_normalize, expected in ((False, [-5.0, -1.1]), (True, [-1.0, -0.1])):
         retrieval = Retrieval()
-        made = step(retrieval, scored, all_golds=True, length_normalise=length_normalise)
+        made = step(retrieval, scored, all_golds=True, length_normalize=length_normalize)
         run(made, rollouts([search(3)]))
         (values,) = retrieval.events[-1][1].answer_log_likelihood
         assert values == pytest.approx(expected)
@@ -197,12 +218,27 @@ def test_a_budget_leaves_turns_out_and_says_how_much_it_used():
     assert result.metrics["bridge/plan/budget_share"] == result.metrics["bridge/plan/tokens"] / 150
 
 
+def test_a_budget_below_a_single_turn_is_warned_of_once(caplog):
+    retriever_step._warn_of_budget.cache_clear()
+    batch = rollouts([search(3)], [search(3, ("b", "c"))])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            result, _ = run(step(Retrieval(), lambda *_: -1.0, token_budget=150), batch)
+            assert result.metrics["bridge/plan/turns_used"] == 1 and result.metrics["bridge/plan/budget_share"] < 1
+        assert caplog.text == ""
+        for _ in range(3):
+            result, _ = run(step(Retrieval(), lambda *_: -1.0, token_budget=20), batch)
+            assert result.metrics["bridge/plan/turns_used"] == 1 and result.metrics["bridge/plan/budget_share"] > 1
+    assert caplog.text.count("verl_bridge.bridge.token_budget=20 is less than a single retrieval turn takes") == 1
+
+
 def test_turns_whose_likelihood_is_not_finite_are_left_out_and_counted():
     retrieval = Retrieval(shift=[[0.5, -0.5]])
+    retrieval.not_finite = 3.0  # of those that the learner got, by its own scores
     batch = rollouts([search(3)], [search(3, ("a", "c"))])
     made = step(retrieval, lambda context, _: -math.inf if "(Title: c)" in context else -1.0)
     result, _ = run(made, batch)
-    assert result.metrics["bridge/turns_not_finite"] == 1 and len(retrieval.events[-1][1].queries) == 1
+    assert result.metrics["bridge/turns_not_finite"] == 1 + 3 and len(retrieval.events[-1][1].queries) == 1
     assert [contains_b(bytes_of(context)) for context, _ in result.correction.sequences] == [False, True]
     assert result.correction.coefficients == [0.125, -0.125]  # a mean over the one turn that is left
     nothing = Retrieval()
@@ -232,9 +268,32 @@ def test_the_shift_falls_on_the_winning_gold_by_length():
         retrieval,
         lambda context, answer: -0.1 if "Peru" in answer and contains_b(context) else -1.0 - ("Peru" in answer),
         all_golds=True,
-        length_normalise=True,
+        length_normalize=True,
     )
     result, _ = run(made, rollouts([search(3)]))
     answers = [bytes_of(answer) for _, answer in result.correction.sequences]
     assert answers == [" Lima", " Lima, Peru"]
     assert result.correction.coefficients == pytest.approx([0.25 * 0.3 / 5, -0.25 * 0.3 / 11])
+
+
+def test_a_prompt_that_leaves_no_room_names_the_setting_to_raise():
+    made = step(Retrieval(), lambda *_: -1.0, max_tokens=20, max_tokens_key="actor.some_tokens")
+    with pytest.raises(
+        ConfigError, match=r"max_tokens=20 .*; max_tokens comes from actor\.some_tokens: raise it .*, or lower data"
+    ):
+        run(made, rollouts([search(3)]))
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_question_with_one_long_alias_costs_its_own_turns(prefix):
+    batch = rollouts([search(3)], [search(3)])
+    batch.traces[1] = dataclasses.replace(batch.traces[1], golden_answers=("Lima", "x" * 600))
+    retrieval = Retrieval()
+    result, _ = run(step(retrieval, lambda *_: -1.0, all_golds=True, prefix=prefix), batch, [0.5, -0.5])
+    assert result.metrics["bridge/plan/turns_without_room"] == 1 and retrieval.events[-1][1].advantages == [0.5]
+
+
+def test_sequences_without_a_weight_give_no_correction():
+    sequences, log_probs = [([1], [2, 3]), ([1], [4])], [torch.zeros(2), torch.zeros(1)]
+    assert correction_of(sequences, log_probs, [0.0, 0.0], scale=0.5) is None
+    assert correction_of(sequences, log_probs, [1.0, 1.0], scale=0.0) is None

@@ -20,8 +20,8 @@ from standins import settings
 
 from verl_bridge.bilevel.batch import RetrieverBatch
 from verl_bridge.bilevel.updater import RetrieverUpdater
-from verl_bridge.integrations.verl.retrieval import TrainerRetrieval
-from verl_bridge.integrations.verl.sources import ActorSource
+from verl_bridge.integrations.retrieval import TrainerRetrieval
+from verl_bridge.integrations.sources import ActorSource
 from verl_bridge.retrieval.actor import RetrieverLost
 from verl_bridge.retrieval.corpus import Corpus
 from verl_bridge.retrieval.encoder import load_encoders

@@ -19,7 +19,7 @@ from typing import Any
 from verl_bridge.bilevel.batch import RetrieverBatch
 from verl_bridge.bilevel.updater import UpdateResult
 from verl_bridge.config.schema import RetrieverConfig
-from verl_bridge.integrations.verl.sources import ActorSource, make_client
+from verl_bridge.integrations.sources import ActorSource, make_client
 from verl_bridge.qa.answers import alias_hit
 from verl_bridge.retrieval.actor import RetrieverLost, StartedRetriever, start_retriever
 from verl_bridge.retrieval.client import split_urls
@@ -84,7 +84,7 @@ class TrainerRetrieval:
             self._learner = self._server
         elif updater is not None:
             place = {"device": device or settings.device}
-            self._learner = start_retriever(  # it needs the vectors alone
+            self._learner = start_retriever(  # it needs only the vectors
                 f"{name}_learner",
                 updater=updater,
                 searchable=False,
@@ -111,9 +111,10 @@ class TrainerRetrieval:
 
         settings = self.settings
         place = {"ray_actor_options": {"num_gpus": settings.num_gpus}} if settings.num_gpus else {}
-        shape = {"replicas": settings.replicas, "shards": settings.shards, "timeout": settings.load_timeout}
+        shape = {"replicas": settings.replicas, "shards": settings.shards}
+        times = {"timeout": settings.load_timeout, "deadline": settings.deadline}
         try:
-            return start_serving(settings.actor_name, **shape, **place, **opened)
+            return start_serving(settings.actor_name, **shape, **times, **place, **opened)
         except ValueError as error:
             raise ValueError(f"verl_bridge.retriever.actor_name={settings.actor_name!r}: {error}") from error
 
@@ -165,7 +166,7 @@ class TrainerRetrieval:
         self._checkpoint = str(directory)
 
     def save_adapter(self, directory: str | os.PathLike) -> None:
-        """Writes the learner's adapter alone, in PEFT's format. Raises RuntimeError when it cannot be written."""
+        """Writes only the learner's adapter, in PEFT's format. Raises RuntimeError when it cannot be written."""
         self._write("save_adapter", directory)
 
     def _write(self, method: str, directory: str | os.PathLike) -> None:
@@ -245,8 +246,8 @@ class TrainerRetrieval:
         if others:
             raise RuntimeError(
                 f"searches were answered by adapter version {', '.join(map(str, others))}, but {self._version} was "
-                f"published to {self._who()}: one was restarted, or somebody else publishes there; the run stops here, "
-                "resume it from the last checkpoint to publish again"
+                f"published to {self._who()}: one was restarted, or somebody else publishes there; the run stops here. "
+                f"Resume from {self._checkpoint} to publish again"
             )
 
     # ---- searching --------------------------------------------------------------------------------------------

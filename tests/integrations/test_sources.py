@@ -11,7 +11,7 @@ import ray
 from standins import settings
 
 from verl_bridge.config.schema import ConfigError
-from verl_bridge.integrations.verl import sources
+from verl_bridge.integrations import sources
 from verl_bridge.retrieval import deployment
 from verl_bridge.retrieval.client import RetrievalClient
 
@@ -19,13 +19,13 @@ from verl_bridge.retrieval.client import RetrievalClient
 def test_the_loop_searches_where_the_settings_say(monkeypatch):
     sources.search_source.cache_clear()
     monkeypatch.setattr(sources, "get_retriever", lambda name: f"actor {name}")
-    monkeypatch.setattr(deployment, "get_serving", lambda name: f"application {name}")
+    monkeypatch.setattr(deployment, "get_serving", lambda name, deadline: f"application {name} {deadline} s")
     monkeypatch.setenv("T", "secret")
     actor = sources.search_source(settings(actor_name="r"))
     assert isinstance(actor, sources.ActorSource) and (actor._actor, actor.deadline) == ("actor r", 2.0)
     assert sources.search_source(settings(actor_name="r")) is actor  # looked up once a process
     for spread in ({"replicas": 2}, {"shards": 2}):
-        assert sources.search_source(settings(actor_name="s", **spread)) == "application s"
+        assert sources.search_source(settings(actor_name="s", **spread)) == "application s 2.0 s"
     client = sources.search_source(settings(url="http://a:1,http://b:2/", token_env="T"))
     assert isinstance(client, RetrievalClient) and client.urls == ["http://a:1", "http://b:2"]
     assert client.deadline == 2.0 and client._headers["Authorization"] == "Bearer secret"
@@ -33,7 +33,7 @@ def test_the_loop_searches_where_the_settings_say(monkeypatch):
 
 
 def test_bad_addresses_and_tokens_name_the_key(monkeypatch):
-    with pytest.raises(ConfigError, match=r"verl_bridge\.retriever\.url='a:1'.*give http://HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"verl_bridge\.retriever\.url='a:1'.*use http://HOST:PORT"):
         sources.make_client(settings(url="a:1"))
     monkeypatch.setenv("T", "two\nlines")
     with pytest.raises(ConfigError, match=r"token in T: the bearer token .* printable ASCII"):

@@ -15,8 +15,8 @@ from verl_bridge.config.schema import ConfigError, RetrieverConfig
 from verl_bridge.retrieval.actor import get_retriever
 from verl_bridge.retrieval.client import RetrievalClient
 from verl_bridge.retrieval.corpus import Document
-from verl_bridge.retrieval.protocol import no_answer
 from verl_bridge.retrieval.retriever import search_text
+from verl_bridge.retrieval.wire import failed_answer
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +61,12 @@ class ActorSource:
         except (RayActorError, TimeoutError) as error:
             gone = isinstance(error, RayActorError)
             reason = "it is not started again" if gone else f"it was not back within {self.deadline:g} s"
-        return [no_answer(f"the retriever {self._name!r} died and {reason}") for _ in queries]
+        return [failed_answer(f"the retriever {self._name!r} died and {reason}") for _ in queries]
 
 
 @lru_cache
 def search_source(settings: RetrieverConfig) -> SearchSource:
-    """What serves under these settings, looked up once a process: verl makes a loop object per rollout.
+    """What serves under these settings, looked up once per process: verl makes a loop object per rollout.
 
     Raises:
         RuntimeError: it was not started.
@@ -77,7 +77,7 @@ def search_source(settings: RetrieverConfig) -> SearchSource:
     if settings.spread:
         from verl_bridge.retrieval.deployment import get_serving
 
-        return get_serving(settings.actor_name)
+        return get_serving(settings.actor_name, settings.deadline)
     return ActorSource(settings.actor_name, settings.deadline)
 
 

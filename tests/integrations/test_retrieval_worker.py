@@ -3,7 +3,7 @@
 import pytest
 from standins import FILES, opened, settings
 
-from verl_bridge.integrations.verl import retrieval
+from verl_bridge.integrations import retrieval
 from verl_bridge.retrieval.actor import RetrieverLost
 
 
