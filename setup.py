@@ -11,12 +11,13 @@ VERSION = re.search(r'^__version__ = "(.+)"$', SOURCE, re.MULTILINE)[1]
 README = HERE / "README.md"
 
 # The versions that the tests run with.
+RAY = "ray[default,serve]==2.60.0"  # serve: retriever.replicas and retriever.shards
 VERL = [
     "verl==0.9.1",
     "TransferQueue==0.1.11",
     "tensordict==0.10.0",
     "transformers==5.9.0",
-    "ray[default,serve]==2.60.0",
+    RAY,
 ]
 RETRIEVER = [
     "peft==0.21.2",
@@ -63,7 +64,7 @@ setup(
         # The retrieval service alone, on a machine that trains nothing.
         "server": ["torch>=2.11", "transformers==5.9.0", *RETRIEVER, *SERVER],
         # verl's own choice of torch, vLLM and their companions.
-        "vllm": ["verl[vllm]==0.9.1", "TransferQueue==0.1.11", "tensordict==0.10.0", *RETRIEVER, *SERVER],
+        "vllm": ["verl[vllm]==0.9.1", "TransferQueue==0.1.11", "tensordict==0.10.0", RAY, *RETRIEVER, *SERVER],
         "dev": ["pytest==9.2.0", "hypothesis==6.170.17", "ruff==0.17.6", "schemathesis==4.32.5"],
     },
     entry_points={

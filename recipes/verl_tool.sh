@@ -5,14 +5,16 @@
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 arm="${1:?which arm? bridge, or baseline for VT-Search}"
-data="${DATA_DIR:-data/nq_hotpotqa}"
+data="${DATA_DIR:-data/nq_hotpotqa_train}"
 exec "${PYTHON:-python3}" -m verl_bridge.integrations.verl_tool.main_ppo \
   +verl_bridge="$arm" \
   verl_bridge.retriever.url="${RETRIEVER_URL:-http://127.0.0.1:8000}" \
   verl_bridge.retriever.corpus="${CORPUS:-data/wiki-18.jsonl}" \
-  verl_bridge.retriever.index="${INDEX:-data/wiki-18-e5}" \
+  verl_bridge.retriever.index="${INDEX:-data/e5_Flat.index}" \
   verl_bridge.retriever.encoder="${ENCODER:-intfloat/e5-base-v2}" \
   verl_bridge.retriever.family=e5 \
+  verl_bridge.retriever.threads=16 \
+  verl_bridge.retriever.load_timeout=1800 \
   verl_bridge.retriever.shown=3 \
   verl_bridge.retriever.top_k=10 \
   verl_bridge.retriever.lora_rank=16 \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# before.sh with the key and the retriever's three files.
+# before.sh with the key, the trainer's name and the retriever's two files.
 set -euo pipefail
 exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
@@ -19,9 +19,6 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
   trainer.n_gpus_per_node=8 \
   +verl_bridge=bridge_gca \
   trainer.v1.trainer_mode=bridge_sync \
-  verl_bridge.retriever.encoder="${ENCODER:-intfloat/e5-base-v2}" \
-  verl_bridge.retriever.query_prefix="'query: '" \
-  verl_bridge.retriever.passage_prefix="'passage: '" \
   verl_bridge.retriever.corpus="${CORPUS:-data/corpus.jsonl}" \
   verl_bridge.retriever.index="${INDEX:-data/index}" \
   "$@"

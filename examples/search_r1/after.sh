@@ -26,5 +26,5 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
   trainer.val_only=false trainer.val_before_train=true \
   trainer.default_hdfs_dir=null trainer.n_gpus_per_node=8 trainer.nnodes=1 \
   trainer.save_freq=100 trainer.test_freq=100 trainer.total_epochs=15 trainer.total_training_steps=1005 \
-  verl_bridge.retriever.{corpus="${ASSETS:-data}"/wiki-18.jsonl,index="${ASSETS:-data}"/e5_Flat.index,encoder=intfloat/e5-base-v2,family=e5} \
+  verl_bridge.retriever.{corpus="${ASSETS:-data}"/wiki-18.jsonl,index="${ASSETS:-data}"/e5_Flat.index,encoder=intfloat/e5-base-v2,family=e5,threads=16,load_timeout=1800,deadline=600} \
   "$@"

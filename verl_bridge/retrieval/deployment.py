@@ -187,7 +187,7 @@ def start_serving(
         threads: CPU threads each really uses.
         max_batch: most queries in one encoder batch. A replica takes twice as many calls before others have to wait
             for one that is free: a smaller number spreads a burst more evenly.
-        max_wait: seconds a query waits for company.
+        max_wait: seconds a query waits for others to batch with.
         timeout: seconds until all replicas must serve.
         deadline: seconds for a search through what is returned; see :class:`ServedRetriever`.
         max_replicas_per_node: spreads replicas over nodes; 1 puts each on a node of its own.

@@ -34,7 +34,7 @@ class RetrieverService:
         adapter: folder of a saved adapter to serve from the start; None starts with the frozen encoder.
         adapter_version: the version to start with.
         max_batch: most queries in one encoder batch.
-        max_wait: seconds a query waits for company while nothing runs.
+        max_wait: seconds a query waits for others to batch with, while nothing runs.
         max_queue: most queries that wait; beyond it a call is refused.
         threads: CPU threads for encoder and search.
         settings: the other settings of :func:`verl_bridge.retrieval.retriever.open_retriever`: ``encoder``,
