@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     serve.add_argument("--adapter", help="adapter folder of a run, to serve from the start")
     serve.add_argument("--adapter-version", type=_count, help="its version (default: 1 with --adapter, else 0)")
     serve.add_argument("--max-batch", type=positive, default=128, help="most queries in one encoder batch")
-    serve.add_argument("--max-wait-ms", type=float, default=2.0, help="longest wait for others to batch with, while nothing runs")
+    serve.add_argument("--max-wait-ms", type=float, default=2.0, help="longest wait of a query for others, while idle")
     serve.add_argument("--max-queue", type=positive, default=8192, help="most queries that wait, then 503")
     serve.add_argument("--max-queries", type=positive, default=4096, help="most queries in one request")
     serve.add_argument("--threads", type=positive, help="CPU threads of encoder and search (default: all cores)")
