@@ -10,7 +10,8 @@ rl_then_rag  policy alone for S steps, then the retriever  L_RAG
 joint        policy, then retriever                        L_RL
 ===========  ============================================  =====================
 
-A phase depends only on the global step, so a resumed run goes on in the right one.
+A phase depends on the global step and the length of the first phase alone. With ``schedule_steps`` that is fixed, so a
+resumed run goes on in the right phase; half of the run's steps, the default, changes when a run is resumed with more.
 While the policy is frozen verl makes no update of it: its learning rate stays where it was.
 """
 
